@@ -166,9 +166,9 @@ def collective(method: Method) -> Method:
             lost = LOST.search(str(error))
             if outer is not None or lost is None:
                 raise
-            said = f"the connection to the other ranks is lost in {activity.collective} ({lost[0]})"
-            how = "one of them has ended, or look at the network between them"
-            raise Failure(f"{said}: {how}", everywhere=False) from error
+            message = f"the connection to the other ranks is lost in {activity.collective} ({lost[0]})"
+            remedy = "one of them has ended, or look at the network between them"
+            raise Failure(f"{message}: {remedy}", everywhere=False) from error
         finally:
             activity.collective = outer
 

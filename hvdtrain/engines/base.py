@@ -72,13 +72,13 @@ class Engine(Collectives):
 
     # ---- gradients: here, they stay on their rank
 
-    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
+    def distribute_model(self, model: nn.Module, reduction: Reduction) -> nn.Module:
         """Return the model to train with. It may be a wrapper that shares the parameters of `model`; evaluate, save and
         hash `model` itself."""
         return model
 
     def distribute_optimizer(
-        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], reduction: Reduction
     ) -> torch.optim.Optimizer:
         """Return the optimizer to step. named: at least its parameters, each with a unique name."""
         return optimizer
@@ -100,10 +100,10 @@ class Engine(Collectives):
         return contextlib.nullcontext()
 
     def distribute(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **fields: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a model and an optimizer that reduce gradients over all ranks. how: fields of `Reduction`."""
-        reduction = Reduction(**how)
+        """Return a model and an optimizer that reduce gradients over all ranks. fields: of `Reduction`."""
+        reduction = Reduction(**fields)
         replica = self.distribute_model(model, reduction)
         return replica, self.distribute_optimizer(optimizer, list(model.named_parameters()), reduction)
 

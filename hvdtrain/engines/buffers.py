@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 def floating_buffers(models: Sequence[nn.Module]) -> Iterable[Tensor]:
     """Return the floating-point buffers of all models, in order, without sparse ones."""
-    found = (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
-    return (buffer for buffer in found if buffer.layout is torch.strided)
+    floating = (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
+    return (buffer for buffer in floating if buffer.layout is torch.strided)
 
 
 def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -31,14 +31,14 @@ def running_statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
     Also of layers that are not torch's and do as batch norm does: their buffers are called running_..., and there is a
     momentum. FrozenBatchNorm has none. A buffer of any other layer, such as a mask, is no statistic of the samples.
     """
-    found: dict[int, Tensor] = {}
+    statistics: dict[int, Tensor] = {}
     for module in modules:
         for layer in module.modules():
             if isinstance(layer, _NormBase) or hasattr(layer, "momentum") or hasattr(layer, "num_batches_tracked"):
                 for name, buffer in layer.named_buffers(recurse=False):
                     if name.startswith("running_") and buffer.is_floating_point():
-                        found[id(buffer)] = buffer
-    return list(found.values())
+                        statistics[id(buffer)] = buffer
+    return list(statistics.values())
 
 
 def flatten(buffers: Iterable[Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ def choose(
 
     supports: whether an engine takes the flags given. installed: whether Horovod is (default: looks for it).
     """
-    launcher, size = (told := announced(environment)).launcher, told.size
+    launcher, size = (place := announced(environment)).launcher, place.size
     if launcher in OF_DDP:
         return Choice("ddp", f"{launcher} started the ranks")
     there = (installed or horovod_is_installed)()

@@ -143,16 +143,18 @@ class Collectives(ABC):
         # The structure comes first, so that ranks without state (only rank 0 reads the checkpoint) can receive the rest.
         # On the CPU: `step` of optimizers that are not fused. On a GPU, each would be read back in every step.
         plan = to_json([local["state"], settings], put) if self.rank == 0 else None
-        told, on_cpu = self.broadcast_object([plan, [tensor.device.type == "cpu" for tensor in sent]], "optimizer.plan")
+        packed, on_cpu = self.broadcast_object(
+            [plan, [tensor.device.type == "cpu" for tensor in sent]], "optimizer.plan"
+        )
         devices = [torch.device("cpu") if here else self.device for here in on_cpu]
-        state, settings = self.broadcast_tensors(told, sent.__getitem__, "optimizer", devices.__getitem__)
+        state, settings = self.broadcast_tensors(packed, sent.__getitem__, "optimizer", devices.__getitem__)
         if self.rank != 0:
             groups = [mine | theirs for mine, theirs in zip(local["param_groups"], settings, strict=True)]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             lay_state_as_weights(optimizer)
 
     def broadcast_tensors(
-        self, told: Any, find: Callable[[Any], Tensor], name: str,
+        self, packed: Any, find: Callable[[Any], Tensor], name: str,
         device_of: Callable[[Any], torch.device] = lambda place: torch.device("cpu"),
     ) -> Any:  # fmt: skip
         """Return on every rank the value that `portable.to_json` has made `told` of. A collective.
@@ -168,15 +170,15 @@ class Collectives(ABC):
             self.broadcast_(tensor, f"{name}.{place}")
             return tensor
 
-        return from_json(told, get)
+        return from_json(packed, get)
 
     def require_equal(self, what: str, value: object, remedy: str) -> None:
         """Raise UserError on every rank if `value` (JSON-serializable) differs between ranks. A collective."""
         values = self.all_gather_object(value, f"equal.{what}")
         for rank, other in enumerate(values):
             if other != values[0]:
-                said = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
-                raise UserError(said, everywhere=True)
+                message = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
+                raise UserError(message, everywhere=True)
 
     def average_buffers(self, model: nn.Module) -> None:
         """Replace batch norm's running statistics with their mean over ranks. One all-reduce."""

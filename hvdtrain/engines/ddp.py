@@ -224,12 +224,12 @@ class DdpEngine(Engine):
             try:
                 from mpi4py import MPI
             except ImportError as error:
-                how = "pip install mpi4py, or use torchrun"
-                raise UserError(f"ddp under mpirun needs mpi4py ({error}): {how}") from error
+                advice = "pip install mpi4py, or use torchrun"
+                raise UserError(f"ddp under mpirun needs mpi4py ({error}): {advice}") from error
             ranks = MPI.COMM_WORLD
             if ranks.size != size:
-                said = f"{launcher} announced {size} ranks, but mpi4py sees {ranks.size}: {remedy(launcher, 'ddp')}"
-                raise UserError(said, everywhere=True)
+                message = f"{launcher} announced {size} ranks, but mpi4py sees {ranks.size}: {remedy(launcher, 'ddp')}"
+                raise UserError(message, everywhere=True)
             same_host = ranks.Split_type(MPI.COMM_TYPE_SHARED).size == size
             if rank:
                 return join(ranks.bcast(None), size)
@@ -251,20 +251,26 @@ class DdpEngine(Engine):
             self.notes.append("an AMD GPU (ROCm): expected to train as others do, but never tried")
         return gpu.of_local_rank(self.local_rank, self.local_size, gpus)
 
-    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
+    def distribute_model(self, model: nn.Module, reduction: Reduction) -> nn.Module:
         # Buffers are made the same on all ranks before an evaluation (`SharedBuffers`), not in every forward pass. The
         # option was renamed in torch 2.15. Trap: `init_sync` fails for buffers of types that Gloo does not know, such as
         # uint16. `broadcast_model` sends them as bytes.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        options: dict[str, Any] = {sync: False, "find_unused_parameters": how.find_unused_parameters}
+        options: dict[str, Any] = {sync: False, "find_unused_parameters": reduction.find_unused_parameters}
         options["process_group"] = self._group
         if "init_sync" in known:
             options["init_sync"] = False
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
         hook = GradientHook(
-            self.size, how.compression, how.predivide, how.reduction, self.activity, self._group, self.of_all_ranks
+            self.size,
+            reduction.compression,
+            reduction.predivide,
+            reduction.reduction,
+            self.activity,
+            self._group,
+            self.of_all_ranks,
         )
         self._models.append(ReducedModel(model, options, hook))
         return model
@@ -296,10 +302,10 @@ class DdpEngine(Engine):
                 continue
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             if any(parameter in own and parameter.grad is not None for parameter in model.parameters):
-                how = (
+                remedy = (
                     "give run.prepare() its parts as models of their own, or leave the optimizer out of step.backward()"
                 )
-                raise UserError(f"under --engine ddp, the gradients of a part of a model are not reduced: {how}")
+                raise UserError(f"under --engine ddp, the gradients of a part of a model are not reduced: {remedy}")
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
@@ -372,19 +378,19 @@ def join(address: str, size: int) -> "torch.distributed.TCPStore":
             f"{address[:80]!r} is not where rank 0 listens: another program uses the port of the rendezvous"
         )
     limit = timedelta(seconds=MEETING_SECONDS)
-    found: list[torch.distributed.TCPStore | Exception] = []
+    results: list[torch.distributed.TCPStore | Exception] = []
 
     def connect() -> None:
         try:
-            found.append(torch.distributed.TCPStore(host, int(port), size, is_master=False, timeout=limit))
+            results.append(torch.distributed.TCPStore(host, int(port), size, is_master=False, timeout=limit))
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=connect, name="join", daemon=True)
     thread.start()
     thread.join(2 * MEETING_SECONDS)  # longer than torch tries again where it has an answer
-    if not found:
+    if not results:
         raise TimeoutError(f"what listens at {host}:{port} does not answer")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]

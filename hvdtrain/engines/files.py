@@ -74,10 +74,10 @@ def unused(path: Path) -> Path:
 
 def unwritten(path: Path, error: OSError, flag: str = "") -> UserError | Failure:
     """Return what to raise for an error from writing `path`, for which the user has chosen the place, with `flag`."""
-    said = f"{f'{flag} {path}'.strip()} cannot be written ({error.strerror or error})"
+    message = f"{f'{flag} {path}'.strip()} cannot be written ({error.strerror or error})"
     if error.errno in NO_ROOM:
-        return Failure(f"{said}: free some space there; what was there before is unchanged")
-    return UserError(f"{said}: name another place")
+        return Failure(f"{message}: free some space there; what was there before is unchanged")
+    return UserError(f"{message}: name another place")
 
 
 @contextlib.contextmanager
@@ -86,8 +86,8 @@ def output_to(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        how = "name another directory, or free some space"
-        raise UserError(f"--output-dir {directory} cannot be written ({error.strerror or error}): {how}") from error
+        remedy = "name another directory, or free some space"
+        raise UserError(f"--output-dir {directory} cannot be written ({error.strerror or error}): {remedy}") from error
 
 
 def sync_directory(directory: Path) -> None:
@@ -195,10 +195,10 @@ def others_may_write(directory: Path) -> bool:
     A group that has this user's name, as most distributions make one for each user, is no other user.
     """
     directory = directory.resolve(strict=True)
-    found = directory.stat()
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+    status = directory.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
         return True
-    if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid):
+    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
         return True
     above = [parent.stat().st_mode for parent in directory.parents]
     return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above)
@@ -218,13 +218,13 @@ def give_rights_of(directory: Path, handle: int) -> None:
     """Let those open a file of this user, its lock, who may write in its directory, and nobody else, whatever the umask."""
     above = directory.stat()
     with contextlib.suppress(OSError):  # another user's file, or a file system without rights
-        found = os.fstat(handle)
+        status = os.fstat(handle)
         rights = 0o600
-        if above.st_mode & stat.S_IWGRP and found.st_gid == above.st_gid:
+        if above.st_mode & stat.S_IWGRP and status.st_gid == above.st_gid:
             rights |= 0o060
         if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
             rights |= 0o006
-        if stat.S_IMODE(found.st_mode) != rights:
+        if stat.S_IMODE(status.st_mode) != rights:
             os.fchmod(handle, rights)
 
 

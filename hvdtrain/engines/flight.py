@@ -64,18 +64,18 @@ def name(entry: Mapping[str, Any]) -> str:
     return f"{entry['profiling_name']} of {count:,} {' '.join(entry['input_dtypes'][:1])}".strip()
 
 
-def explain(found: Mapping[int, Last], names: Sequence[str]) -> str:
-    """Return a line about the collective that ranks wait for; "" if none does. found: by rank, of those that answered."""
-    number = min((each.done + 1 for each in found.values() if each.called > each.done), default=0)
+def explain(last: Mapping[int, Last], names: Sequence[str]) -> str:
+    """Return a line about the collective that ranks wait for; "" if none does. last: by rank, of those that answered."""
+    number = min((each.done + 1 for each in last.values() if each.called > each.done), default=0)
     if not number:
         return ""
-    what = next(each.what for each in found.values() if each.called > each.done and each.done + 1 == number)
-    waits = [names[rank] for rank, each in sorted(found.items()) if each.called >= number > each.done]
-    not_called = [names[rank] for rank, each in sorted(found.items()) if each.called < number]
-    silent = [each for rank, each in enumerate(names) if rank not in found]
-    said = f"  collective {number}, {what}, is not done: {' and '.join(waits)} called it"
-    said += f"; not {' and '.join(not_called)}" if not_called else ""
-    return said + (f"; no answer from {' and '.join(silent)}" if silent else "") + "\n"
+    what = next(each.what for each in last.values() if each.called > each.done and each.done + 1 == number)
+    waits = [names[rank] for rank, each in sorted(last.items()) if each.called >= number > each.done]
+    not_called = [names[rank] for rank, each in sorted(last.items()) if each.called < number]
+    silent = [each for rank, each in enumerate(names) if rank not in last]
+    message = f"  collective {number}, {what}, is not done: {' and '.join(waits)} called it"
+    message += f"; not {' and '.join(not_called)}" if not_called else ""
+    return message + (f"; no answer from {' and '.join(silent)}" if silent else "") + "\n"
 
 
 def write(directory: Path, rank: int) -> None:

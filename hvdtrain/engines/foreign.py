@@ -37,14 +37,14 @@ class ForeignEngine(HorovodEngine):
         pass
 
 
-def attach(hvd: ModuleType, told: Announced, watchdog: "ScriptWatchdog | None", *, repeatable: bool) -> None:
+def attach(hvd: ModuleType, place: Announced, watchdog: "ScriptWatchdog | None", *, repeatable: bool) -> None:
     """Install the hooks in the Horovod module that a script has just imported.
 
     watchdog: told of each event. repeatable: use fixed gradient buckets in all optimizers.
     """
     if not hasattr(hvd, "mpi_ops"):  # built without its PyTorch extension; Horovod reports that itself
         return
-    check_ranks(hvd, told)
+    check_ranks(hvd, place)
     if watchdog is not None:
         hear(hvd, watchdog)
     if repeatable:
@@ -61,7 +61,7 @@ def leave(error: UserError) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def check_ranks(hvd: Any, told: Announced) -> None:
+def check_ranks(hvd: Any, place: Announced) -> None:
     """Exit with an error if Horovod sees fewer ranks than the launcher started: each rank would train alone."""
     basics = hvd.mpi_ops._basics
     init = basics.init
@@ -69,12 +69,12 @@ def check_ranks(hvd: Any, told: Announced) -> None:
     def checked(*args: Any, **kwargs: Any) -> None:
         init(*args, **kwargs)
         whole = not args and not kwargs.get("comm") and os.environ.get("HOROVOD_ELASTIC") != "1"
-        if whole and told.launcher != "none" and hvd.size() != told.size:
-            how = remedy(told.launcher, "horovod")
+        if whole and place.launcher != "none" and hvd.size() != place.size:
+            advice = remedy(place.launcher, "horovod")
             size = hvd.size()
             basics.shutdown()  # this rank is alone, so no other rank waits for it; MPI removes its files
-            said = f"{told.launcher} announced {told.size} ranks, but {ForeignEngine.name} sees {size}: {how}"
-            leave(UserError(said, everywhere=True))
+            message = f"{place.launcher} announced {place.size} ranks, but {ForeignEngine.name} sees {size}: {advice}"
+            leave(UserError(message, everywhere=True))
 
     basics.init = checked
 
@@ -157,8 +157,8 @@ def repeat(hvd: Any) -> None:
         return reduce(self, parameters)
 
     def join(*_: Any) -> None:
-        said = "--repeatable, but the script calls hvd.join, which fixed buckets break: leave it out"
-        leave(UserError(said))  # not `everywhere`: ranks call join at different times
+        message = "--repeatable, but the script calls hvd.join, which fixed buckets break: leave it out"
+        leave(UserError(message))  # not `everywhere`: ranks call join at different times
 
     optimizer.__init__, optimizer._grouped_allreduce_grad_async = make_with_buckets, reduce_dense
     hvd.mpi_ops.mpi_lib.horovod_torch_join = join

@@ -17,18 +17,18 @@ SERVER_SECONDS = 30.0  # for the rendezvous server to accept a connection
 def refuse_unknown_own_name(name: str) -> None:
     """Raise UserError where the host's own `name` has no address of this host: Gloo looks it up, and crashes without one."""
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             os.fsencode(name), None, type=socket.SOCK_STREAM
         )  # bytes: any name that a host may have
     except OSError:
-        how = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
-        raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {how}") from None
-    for family, kind, _, _, address in found:
+        remedy = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
+        raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {remedy}") from None
+    for family, kind, _, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(address)
             return
-    said = f"this host's own name {name} resolves to {found[0][4][0]}, which is not an address of this host"
-    raise UserError(f"{said}, and Gloo needs one: correct the name's line in /etc/hosts")
+    message = f"this host's own name {name} resolves to {addresses[0][4][0]}, which is not an address of this host"
+    raise UserError(f"{message}, and Gloo needs one: correct the name's line in /etc/hosts")
 
 
 def refuse_absent_server(environment: Mapping[str, str]) -> None:
@@ -40,9 +40,9 @@ def refuse_absent_server(environment: Mapping[str, str]) -> None:
     try:
         socket.create_connection((address.removesuffix(f":{port}"), int(port)), SERVER_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
-        said = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (address, port), strict=True))
-        how = "if they are left over from another job, unset all HOROVOD_* variables"
-        raise UserError(f"no rendezvous server at {said} ({error}): {how}") from None
+        message = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (address, port), strict=True))
+        remedy = "if they are left over from another job, unset all HOROVOD_* variables"
+        raise UserError(f"no rendezvous server at {message} ({error}): {remedy}") from None
 
 
 def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
@@ -51,8 +51,8 @@ def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
     # Measured: 4 + 4 * size on one host, where each other rank is in two of Gloo's three groups.
     needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + SPARE_FILES + 2 * (size + local_size + cross_size)
     if not files.allow_open_files(needed):
-        how = f"raise `ulimit -n` to {needed}, or use fewer ranks"
-        raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {how}")
+        remedy = f"raise `ulimit -n` to {needed}, or use fewer ranks"
+        raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {remedy}")
 
 
 def refuse_unusable(environment: Mapping[str, str]) -> None:

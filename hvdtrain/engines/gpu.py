@@ -34,14 +34,14 @@ def count(wanted: str) -> int:
     there = torch.cuda.device_count() or openable(os.environ)
     if there:
         if not (torch.version.cuda or torch.version.hip):
-            said = f"{gpus(there)}, but torch {torch.__version__} was built without CUDA"
-            raise UserError(f"{said}: install a torch with CUDA, or use --device cpu")
+            message = f"{gpus(there)}, but torch {torch.__version__} was built without CUDA"
+            raise UserError(f"{message}: install a torch with CUDA, or use --device cpu")
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            how = "see nvidia-smi; update the driver, install a torch for an older CUDA, or use --device cpu"
-            said = f"{gpus(there)}, but CUDA does not start ({first_sentence(error)})"
-            raise UserError(f"{said} with torch {torch.__version__}: {how}") from error
+            remedy = "see nvidia-smi; update the driver, install a torch for an older CUDA, or use --device cpu"
+            message = f"{gpus(there)}, but CUDA does not start ({first_sentence(error)})"
+            raise UserError(f"{message} with torch {torch.__version__}: {remedy}") from error
         there = torch.cuda.device_count()  # NVML may count more than CUDA shows
     if there:
         return there
@@ -79,8 +79,8 @@ def take(index: int) -> torch.device:
         torch.cuda.set_device(device)  # allocates CUDA's context
         torch.ones(1, device=device)  # runs a kernel, which this torch may lack for a GPU older or newer than it
     except RuntimeError as error:
-        how = "another process may hold it (nvidia-smi), or it needs another torch; or use --device cpu"
-        raise UserError(f"{device} cannot be used ({first_sentence(error)}): {how}") from error
+        remedy = "another process may hold it (nvidia-smi), or it needs another torch; or use --device cpu"
+        raise UserError(f"{device} cannot be used ({first_sentence(error)}): {remedy}") from error
     return device
 
 
@@ -164,16 +164,18 @@ def conflict(places: Sequence[RankDevice], shared: bool) -> str | None:
     kinds = {where.device: rank for rank, where in reversed(list(enumerate(places)))}
     if len(kinds) > 1:
         cpu, other = kinds["cpu"], min(rank for kind, rank in kinds.items() if kind != "cpu")
-        said = f"rank {cpu} on {places[cpu].host} has no GPU, rank {other} on {places[other].host} has one"
-        return f"{said}: give every rank a GPU, or use --device cpu"
+        message = f"rank {cpu} on {places[cpu].host} has no GPU, rank {other} on {places[other].host} has one"
+        return f"{message}: give every rank a GPU, or use --device cpu"
     on: dict[RankDevice, list[int]] = {}
     for rank, where in enumerate(places):
         ranks = on.setdefault(where, [])
         ranks.append(rank)
         if where.bus and len(ranks) > (MOST_ON_ONE if shared else 1):
-            said = f"ranks {', '.join(map(str, ranks[:-1]))} and {rank} on {where.host} have the same GPU ({where.bus})"
+            message = (
+                f"ranks {', '.join(map(str, ranks[:-1]))} and {rank} on {where.host} have the same GPU ({where.bus})"
+            )
             if shared:
-                return f"{said}, and NCCL takes {MOST_ON_ONE} at most (with {SHARING}=1): start fewer ranks"
-            how = "start as many ranks as GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
-            return f"{said}, or slices of it (MIG), and NCCL wants one for each rank: {how}"
+                return f"{message}, and NCCL takes {MOST_ON_ONE} at most (with {SHARING}=1): start fewer ranks"
+            remedy = "start as many ranks as GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
+            return f"{message}, or slices of it (MIG), and NCCL wants one for each rank: {remedy}"
     return None

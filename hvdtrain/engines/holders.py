@@ -25,8 +25,8 @@ class Holder(NamedTuple):
 
     def runs(self) -> bool:
         """Return whether the process is known to run. One of another host, or of another container, is not."""
-        found = processes.stat(self.pid) if self.place == here() else None
-        return found is not None and found.state not in "ZX" and found.started == self.started
+        process = processes.stat(self.pid) if self.place == here() else None
+        return process is not None and process.state not in "ZX" and process.started == self.started
 
 
 def here() -> str:

@@ -148,20 +148,20 @@ class HorovodEngine(Engine):
                 f"{gpu.gpus(gpus)}, but this Horovod was built without ROCm: use --engine ddp, or --device cpu"
             )
         if not self.hvd.nccl_built():
-            how = "run `make setup SETUP=--gpu`, or train on the CPU with --device cpu"
-            raise UserError(f"{gpu.gpus(gpus)} would be left idle: this Horovod was built without NCCL: {how}")
+            remedy = "run `make setup SETUP=--gpu`, or train on the CPU with --device cpu"
+            raise UserError(f"{gpu.gpus(gpus)} would be left idle: this Horovod was built without NCCL: {remedy}")
         self.description = "horovod over NCCL"
         return gpu.of_local_rank(self.local_rank, self.local_size, gpus)
 
     def distribute_optimizer(
-        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], how: Reduction
+        self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], reduction: Reduction
     ) -> torch.optim.Optimizer:
         hvd = self.hvd
-        op = {"average": hvd.Average, "sum": hvd.Sum}[how.reduction]
-        wire_dtype, predivide, factor_after = WIRE_DTYPES[how.compression], 1.0, 1.0
-        if how.compression != "none" or how.predivide != 1.0:
-            op, predivide = hvd.Sum, how.predivide
-            factor_after = predivide / self.size if how.reduction == "average" else predivide
+        op = {"average": hvd.Average, "sum": hvd.Sum}[reduction.reduction]
+        wire_dtype, predivide, factor_after = WIRE_DTYPES[reduction.compression], 1.0, 1.0
+        if reduction.compression != "none" or reduction.predivide != 1.0:
+            op, predivide = hvd.Sum, reduction.predivide
+            factor_after = predivide / self.size if reduction.reduction == "average" else predivide
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
         if complex_ := next((name for name, parameter in named if parameter.is_complex()), None):
@@ -175,7 +175,7 @@ class HorovodEngine(Engine):
             compression=compressor,
             op=op,
             # Horovod sums the micro-batches; the weights of `sharding.PlannedBatch` turn the sum into a mean.
-            backward_passes_per_step=how.accumulate,
+            backward_passes_per_step=reduction.accumulate,
             # Fixed buckets: gradients are always summed in the same order, so runs are bitwise reproducible. Without them,
             # gradients are fused in the order in which they become ready: three runs on three ranks gave three results.
             groups=buckets([parameter for _, parameter in named]) if self.tuning else None,
@@ -183,11 +183,11 @@ class HorovodEngine(Engine):
         try:
             distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, **options)
         except TypeError as error:
-            said = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does ({error})"
-            raise UserError(f"{said}: give its arguments defaults, or use --engine ddp", everywhere=True) from error
+            message = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does ({error})"
+            raise UserError(f"{message}: give its arguments defaults, or use --engine ddp", everywhere=True) from error
         except Exception as error:  # whatever the author's class raises, such as one around another optimizer
-            said = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does"
-            raise UserError(f"{said}: use --engine ddp", everywhere=True) from error
+            message = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does"
+            raise UserError(f"{message}: use --engine ddp", everywhere=True) from error
         # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
         # hooks, and state that is not empty at the beginning.
         vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
@@ -198,7 +198,7 @@ class HorovodEngine(Engine):
         kind.step.hooked = True
         if isinstance(compressor, GradientCompressor):
             send_buckets_together(kind, hvd, compressor)
-        self._hows[distributed] = how
+        self._hows[distributed] = reduction
         self._named[distributed] = [parameter for _, parameter in named]
         self._trained[distributed] = self._hooked[distributed] = [
             p for p in self._named[distributed] if p.requires_grad
@@ -209,8 +209,8 @@ class HorovodEngine(Engine):
         if kind == "bf16":
             with self.raising_together("compression"):  # hosts may have different builds
                 if not carries_bf16():
-                    how = "run `make setup`, or use --compression fp16"
-                    raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {how}")
+                    remedy = "run `make setup`, or use --compression fp16"
+                    raise UserError(f"--compression bf16: this Horovod was built without bfloat16: {remedy}")
 
     def micro_batch(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], number: int, count: int

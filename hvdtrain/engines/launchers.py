@@ -71,8 +71,8 @@ NUMBERS_OF_HOSTS = {"Slurm": "SLURM_NNODES", "Flux": "FLUX_JOB_NNODES"}
 
 def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment for a subprocess of a rank that is not itself a rank."""
-    told = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)} | set(OTHERS)
-    return {name: value for name, value in environment.items() if name not in told}
+    names = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)} | set(OTHERS)
+    return {name: value for name, value in environment.items() if name not in names}
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announced:
@@ -83,7 +83,7 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
     """
     for launcher in _candidates(environment):
         if launcher.rank in environment and launcher.size in environment:
-            return _told(launcher, environment)
+            return _place_of(launcher, environment)
     for name in OTHERS:
         if name in environment:
             raise UserError(
@@ -111,17 +111,19 @@ def _of_slurms_plugin(environment: Mapping[str, str]) -> bool:
     return environment.get("PALS_APID") == step
 
 
-def _told(launcher: Launcher, environment: Mapping[str, str]) -> Announced:
+def _place_of(launcher: Launcher, environment: Mapping[str, str]) -> Announced:
     """Return what `launcher` announces. Raises UserError if the values are not a rank and a size."""
     rank, size = environment[launcher.rank], environment[launcher.size]
-    said = f"{launcher.rank}={rank[:40]!r}, {launcher.size}={size[:40]!r}"
+    message = f"{launcher.rank}={rank[:40]!r}, {launcher.size}={size[:40]!r}"
     try:
-        told = Announced(launcher.name, int(rank), int(size))
+        place = Announced(launcher.name, int(rank), int(size))
     except ValueError:
-        raise UserError(f"{said}: not whole numbers; unset them") from None
-    if not 0 <= told.rank < told.size <= MOST_RANKS:
-        raise UserError(f"{said}: the rank must be from 0 to the number of ranks minus 1; correct them, or unset both")
-    return told
+        raise UserError(f"{message}: not whole numbers; unset them") from None
+    if not 0 <= place.rank < place.size <= MOST_RANKS:
+        raise UserError(
+            f"{message}: the rank must be from 0 to the number of ranks minus 1; correct them, or unset both"
+        )
+    return place
 
 
 def remedy(launcher: str, engine: str) -> str:
@@ -178,36 +180,36 @@ def bound_unexplained(environment: Mapping[str, str], mine: int, host: int) -> b
     return environment.get("PRTE_LAUNCHED") == "1" and mine == 1 < host
 
 
-def ranks_on_host(environment: Mapping[str, str], told: Announced) -> int | None:
+def ranks_on_host(environment: Mapping[str, str], place: Announced) -> int | None:
     """Return the number of ranks on this host according to the launcher; None if it does not tell."""
-    if told.size == 1:
+    if place.size == 1:
         return 1
-    launcher = BY_NAME[told.launcher]
+    launcher = BY_NAME[place.launcher]
     for name in launcher.local_size:
-        if (value := environment.get(name, "")).isdecimal() and 1 <= int(value) <= told.size:
+        if (value := environment.get(name, "")).isdecimal() and 1 <= int(value) <= place.size:
             return int(value)
-    if told.launcher == "Slurm":
+    if place.launcher == "Slurm":
         counts = tasks_per_node(
             environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
         )
         node = environment.get("SLURM_NODEID", "")
         if node.isdecimal() and int(node) < len(counts):
             return max(1, counts[int(node)])
-    return told.size if environment.get(NUMBERS_OF_HOSTS.get(told.launcher, "")) == "1" else None
+    return place.size if environment.get(NUMBERS_OF_HOSTS.get(place.launcher, "")) == "1" else None
 
 
 def tasks_per_node(text: str) -> list[int]:
     """Parse Slurm's number of tasks per node: "2(x3),1" gives [2, 2, 2, 1]. Returns [] for any other format."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
-        if not found or len(counts) > MOST_RANKS:
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
+        if not match or len(counts) > MOST_RANKS:
             return []
-        counts += [int(found[1])] * min(int(found[2] or 1), MOST_RANKS)
+        counts += [int(match[1])] * min(int(match[2] or 1), MOST_RANKS)
     return counts
 
 
-def cores_of_job(environment: Mapping[str, str], told: Announced) -> float:
+def cores_of_job(environment: Mapping[str, str], place: Announced) -> float:
     """Return how many cores of this host Slurm allocated to the job; inf under any other launcher."""
     value = environment.get("SLURM_CPUS_ON_NODE", "")
-    return int(value) if told.launcher == "Slurm" and value.isdecimal() and int(value) > 0 else float("inf")
+    return int(value) if place.launcher == "Slurm" and value.isdecimal() and int(value) > 0 else float("inf")

@@ -75,8 +75,8 @@ class RanksOfHost(DdpEngine):
                 store.set_timeout(COLLECTIVES_TIMEOUT)
             except (RuntimeError, OSError) as error:
                 first = str(error).splitlines()[0]
-                name, how = socket.gethostname(), "let them reach 127.0.0.1, or leave --sync-within out"
-                raise UserError(f"--sync-within host: the ranks of {name} did not meet: {first}: {how}") from error
+                name, remedy = socket.gethostname(), "let them reach 127.0.0.1, or leave --sync-within out"
+                raise UserError(f"--sync-within host: the ranks of {name} did not meet: {first}: {remedy}") from error
         create_group(store, rank, size)
 
     def ranks(self) -> Sequence[int]:

@@ -92,12 +92,12 @@ def flattened(value: Any) -> tuple[Any, Tensor]:
     def put(tensor: Tensor) -> None:
         parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
 
-    told = to_json(value, put)
+    packed = to_json(value, put)
     content = torch.cat(parts)
-    return told, F.pad(content, (0, -len(content) % 8)).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
+    return packed, F.pad(content, (0, -len(content) % 8)).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
 
 
-def unflattened(told: Any, row: Tensor) -> Any:
+def unflattened(packed: Any, row: Tensor) -> Any:
     """Return what was given to `flattened`. row: may be longer."""
     content, end = row.view(torch.uint8), 0
 
@@ -107,4 +107,4 @@ def unflattened(told: Any, row: Tensor) -> Any:
         begin, end = end, end + math.prod(held["shape"]) * dtype.itemsize
         return content[begin:end].clone().view(dtype).reshape(held["shape"])
 
-    return from_json(told, get)
+    return from_json(packed, get)

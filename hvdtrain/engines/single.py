@@ -57,7 +57,7 @@ class DataParallelEngine(SerialEngine):
             self.notes.append(f"dataparallel found {gpus} GPU{'s'[: gpus != 1]}: it runs as serial does")
         return device
 
-    def distribute_model(self, model: nn.Module, how: Reduction) -> nn.Module:
+    def distribute_model(self, model: nn.Module, reduction: Reduction) -> nn.Module:
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
             return nn.DataParallel(model)
         return model

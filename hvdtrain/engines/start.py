@@ -31,12 +31,12 @@ def start(
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
         global refused_in_worker
         refused_in_worker = True
-        how = 'start training under `if __name__ == "__main__":`'
+        advice = 'start training under `if __name__ == "__main__":`'
         raise UserError(
-            f"a DataLoader worker imports the program, which must not train again there: {how}", everywhere=True
+            f"a DataLoader worker imports the program, which must not train again there: {advice}", everywhere=True
         )
     write_whole_lines()
-    told = announced()
+    place = announced()
     unbind = tuning and bound_by_default(os.environ)
     if unbind:
         # The kernel restricts the set to the cores that the job may use.
@@ -44,13 +44,13 @@ def start(
     if deterministic and device != "cpu":
         os.environ.update(arithmetic.REPEATABLE)
     kind = engine_class(name)
-    engine = kind(tuning=tuning, rank=told.rank, size=told.size, launcher=told.launcher)
+    engine = kind(tuning=tuning, rank=place.rank, size=place.size, launcher=place.launcher)
     engine.ending = leaving.ending
-    if told.launcher != "none" and (told.rank, told.size) != (engine.rank, engine.size):
+    if place.launcher != "none" and (place.rank, place.size) != (engine.rank, engine.size):
         engine.shutdown()
-        how = remedy(told.launcher, name)
-        said = f"{told.launcher} announced {told.size} ranks, but {name} sees {engine.size}: {how}"
-        raise UserError(said, everywhere=True)
+        advice = remedy(place.launcher, name)
+        message = f"{place.launcher} announced {place.size} ranks, but {name} sees {engine.size}: {advice}"
+        raise UserError(message, everywhere=True)
     if unbind:
         engine.notes.append(Setting("mpirun's default binding to one core undone (--bind-to is respected)"))
     if tuning and bound_unexplained(os.environ, len(os.sched_getaffinity(0)), os.cpu_count() or 1):
@@ -102,7 +102,7 @@ def require_same_flags(engine: Engine, flags: Mapping[str, str]) -> None:
     for rank, theirs in enumerate(everyone):
         if unlike := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
             pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)
-            said = (
+            message = (
                 f"ranks 0 and {rank} have different flags ({'; '.join(pairs)}): start every rank with the same command"
             )
-            raise UserError(said, everywhere=True)
+            raise UserError(message, everywhere=True)

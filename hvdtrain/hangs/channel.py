@@ -79,8 +79,8 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
         try:
             remote[host] = own_address_towards(host)
         except socket.gaierror as error:
-            how = "add it to /etc/hosts, or to the name server"
-            raise OSError(f"no address for {host} ({error.strerror}): {how}") from None
+            remedy = "add it to /etc/hosts, or to the name server"
+            raise OSError(f"no address for {host} ({error.strerror}): {remedy}") from None
     addresses = {hosts[0]: next(iter(remote.values()), "127.0.0.1")} | remote
     listeners: dict[str, socket.socket] = {}
     try:

@@ -50,7 +50,7 @@ class Detector:
         self._seen, self._stalled = 0, 0.0  # `activity.moves` at the last look; seconds since it changed
         self._phase = activity.phase  # phase in which the main thread made its last progress
         self._idle = 0.0  # seconds without progress in which this rank was not at work, less those in which it was
-        self._told = False  # the user knows of the rank that works while the others wait
+        self._reported = False  # the user knows of the rank that works while the others wait
         self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
         self.work, self.starvation = Work(), Starvation()
 
@@ -64,7 +64,7 @@ class Detector:
             took = self._stalled - max(starved, self._excused)
             if self._phase == STEP and took < self.timeouts.step(self.longest):
                 self.longest = max(self.longest, took)
-            self._seen, self._stalled, self._idle, self._told = moves, 0.0, 0.0, False
+            self._seen, self._stalled, self._idle, self._reported = moves, 0.0, 0.0, False
             self.asked_at, self._ask_again, self._excused, self.reports = None, 0.0, 0.0, {}
             self._compare_at = COMPARE_SECONDS
             self.starvation.reset()
@@ -116,8 +116,8 @@ class Detector:
         elif len(self.reports) == len(self.names) - 1:  # all have answered
             self.reports[0] = self.report()
             reports = {rank: stand.report for rank, stand in self.reports.items()}
-            if different_collectives(reports, self.names) and (said := diagnose_hang(reports, self.names).headline):
-                self._end(said)
+            if different_collectives(reports, self.names) and (message := diagnose_hang(reports, self.names).headline):
+                self._end(message)
 
     def _judge(self, now: float) -> None:
         """End the job, unless the reports show a reason for the delay; then ask again later."""
@@ -128,7 +128,7 @@ class Detector:
         diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, remedy)
         if diagnosis.headline is not None:
             self._end(diagnosis.headline)
-        elif self.timeouts.patient and not self._told:
+        elif self.timeouts.patient and not self._reported:
             self._tell_of_work(reports)
         self._excused = diagnosis.excused
         # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
@@ -141,7 +141,7 @@ class Detector:
             if report.collective is None and report.stalled >= max(
                 known, TIMES_STEP * self.timeouts.step(self.longest)
             ):
-                self._told = True
+                self._reported = True
                 limit = self.timeouts.working(self.longest)
                 say_within(
                     f"warning: {self.names[rank]} works alone for {report.stalled:.0f} s, at {report.at}; the others wait. "

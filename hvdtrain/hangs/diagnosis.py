@@ -94,9 +94,9 @@ def diagnose_hang(
     asker_limit = mine.limit / TIMES_STEP if mine.phase == BETWEEN.name else mine.limit
     if silent and (set(silent) & set(stopped) or left(mine._replace(limit=asker_limit)) <= 0):
         deaf = [rank for rank in silent if rank in stopped]
-        how = "" if deaf or remedy == TO_ANNOUNCE else remedy.format(seconds=2 * mine.stalled)
+        advice = "" if deaf or remedy == TO_ANNOUNCE else remedy.format(seconds=2 * mine.stalled)
         return Diagnosis(
-            f"{named(deaf or silent)} does not answer (stopped, spinning outside Python, or cut off){since}{how}"
+            f"{named(deaf or silent)} does not answer (stopped, spinning outside Python, or cut off){since}{advice}"
         )
     # On a GPU, collectives are only queued. A rank that is ahead of another has queued that one's collective, and waits for
     # its GPU at some later line: to read a value, or because the queue is full.
@@ -109,12 +109,12 @@ def diagnose_hang(
     late = [rank for rank, report in outside.items() if left(report) <= 0]
     if late:
         blamed = reports[late[0]]
-        how = (
+        advice = (
             ""
             if remedy == TO_ANNOUNCE and blamed.phase not in MAY_BE_ALONE
             else remedy.format(seconds=2 * blamed.stalled)
         )
-        return Diagnosis(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{how}")
+        return Diagnosis(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{advice}")
     if silent:
         return Diagnosis(None, min(left(report) for report in [mine, *outside.values()]), excused)
     if outside:

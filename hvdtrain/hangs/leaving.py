@@ -78,10 +78,10 @@ class Leaving:
         elif threads := others():
             stack = stack_of(threads[0].ident)
             does = f"waits for its thread {threads[0].name}, which is no daemon, at {where(stack)}"
-        said = (
+        message = (
             f"hvdtrain: error: {self.name} does not end after training: it {does}, for {self.limit:.0f} s without work"
         )
-        say_within("".join([said + "\n", *traceback.format_list(worth_printing(stack, self.guest))]))
+        say_within("".join([message + "\n", *traceback.format_list(worth_printing(stack, self.guest))]))
         within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
         self.leave(1)
 

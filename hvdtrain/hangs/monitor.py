@@ -44,10 +44,10 @@ MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 
 
 class Gone(NamedTuple):
-    """A rank whose connection has ended. said: its last words, if there were any. error: of the connection."""
+    """A rank whose connection has ended. last_words: if there were any. error: of the connection."""
 
     since: float  # time.monotonic; infinity if it had finished
-    said: Fail | Bye | None
+    last_words: Fail | Bye | None
     error: str = ""
 
 
@@ -160,9 +160,9 @@ class Monitor:
     @property
     def warning(self) -> str | None:
         """What to say at the start if the ranks could not be connected."""
-        how = "let the ranks of every host connect to that of rank 0"
+        remedy = "let the ranks of every host connect to that of rank 0"
         return (
-            f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.off}): {how}"
+            f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.off}): {remedy}"
             if self.off
             else None
         )
@@ -195,10 +195,10 @@ class Monitor:
 
     def failed_alike(self, rank: int, failure: Fail) -> bool:
         """Return whether `rank` has said that it failed for the same reason as this one."""
-        return rank in self.gone and self.gone[rank].said == failure
+        return rank in self.gone and self.gone[rank].last_words == failure
 
     def _has_left(self, rank: int) -> bool:
-        return rank in self.gone and isinstance(self.gone[rank].said, Bye)
+        return rank in self.gone and isinstance(self.gone[rank].last_words, Bye)
 
     # ---- the thread
 
@@ -223,8 +223,8 @@ class Monitor:
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.EINVAL):  # EINVAL: another file has its number by now
                 raise
-        said = f"{self.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
-        say_within(f"hvdtrain: error: {said}: let it close its own\n")
+        message = f"{self.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
+        say_within(f"hvdtrain: error: {message}: let it close its own\n")
         self.leave(FAILED)  # at once: files are lost, and the engine's shutdown may wait for ever
         return []
 
@@ -236,8 +236,8 @@ class Monitor:
         except Exception:
             self._errors += 1
             if self._errors <= MOST_TRACEBACKS and not self._closing:
-                said = f"warning: the watchdog of {self.name(self.rank)} continues after an internal error:\n"
-                say_within(said + traceback.format_exc())
+                message = f"warning: the watchdog of {self.name(self.rank)} continues after an internal error:\n"
+                say_within(message + traceback.format_exc())
             time.sleep(0.1)
 
     def _hear_signals(self) -> None:
@@ -336,8 +336,8 @@ class Monitor:
     def _fate(self, rank: int) -> str:
         """Return what became of a rank whose connection is gone."""
         mine, theirs, gone = self.peers[self.rank], self.peers[rank], self.gone[rank]
-        if gone.said is not None:
-            return f"failed: {one_line(gone.said.error)}" if isinstance(gone.said, Fail) else "left"
+        if gone.last_words is not None:
+            return f"failed: {one_line(gone.last_words.error)}" if isinstance(gone.last_words, Fail) else "left"
         if mine.place == theirs.place and processes.runs(theirs.pid):
             return "is cut off: its connection was lost, but its process runs"
         if mine.place == theirs.place or not gone.error:
@@ -378,8 +378,8 @@ class Monitor:
         if not self.detector.reports:
             stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
             lines += [f"  {self.name(self.rank)}:\n", *stack]
-        found = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
-        lines.append(flight.explain(found, [self.name(rank) for rank in range(len(self.peers))]))
+        last_collectives = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
+        lines.append(flight.explain(last_collectives, [self.name(rank) for rank in range(len(self.peers))]))
         say_within("".join(lines))
         self._write_recording()
         self._kill_silent()

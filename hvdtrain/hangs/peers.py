@@ -22,8 +22,8 @@ class Peer(NamedTuple):
 def peers_of(engine: Engine) -> list[Peer]:
     """Return all ranks. A collective."""
     host = socket.gethostname()
-    told = engine.all_gather_object([host, f"{host} {processes.pid_namespace()}", os.getpid()], "hangs.peers")
-    return [Peer(*peer) for peer in told]
+    peers = engine.all_gather_object([host, f"{host} {processes.pid_namespace()}", os.getpid()], "hangs.peers")
+    return [Peer(*peer) for peer in peers]
 
 
 def connect(engine: Engine, hosts: Sequence[str]) -> tuple[dict[int, Channel], str | None]:

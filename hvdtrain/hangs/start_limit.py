@@ -59,15 +59,15 @@ def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exi
             rank = announced().rank
         except UserError:  # the main thread will raise the same
             rank = 0
-        me, seconds, said = f"rank {rank} on {socket.gethostname()}", 0.0, False
+        me, seconds, message = f"rank {rank} on {socket.gethostname()}", 0.0, False
         while not over.wait(LOOK_SECONDS):
             seconds += LOOK_SECONDS
             if seconds >= limit + RANK_ZERO_FIRST * (rank > 0):
                 say_within(f"hvdtrain: error: {me} {starting.where()}; start-up did not finish within {limit:.0f} s\n")
                 leave(1)
                 return
-            if seconds >= SAY_SECONDS and not said:
-                said = True
+            if seconds >= SAY_SECONDS and not message:
+                message = True
                 say_within(f"warning: {me} {starting.where()}, for {seconds:.0f} s\n")
 
     threading.Thread(target=count, name="start-up", daemon=True).start()

@@ -38,8 +38,8 @@ class Work:
 
 def waits_for_disk() -> bool:
     """Return whether the main thread is in a call that only a device can end, such as fsync."""
-    found = processes.stat(f"self/task/{os.getpid()}")
-    return found is not None and found.state == "D"
+    thread = processes.stat(f"self/task/{os.getpid()}")
+    return thread is not None and thread.state == "D"
 
 
 def workers() -> Iterator[str]:
@@ -52,8 +52,8 @@ def workers() -> Iterator[str]:
 
 def used(which: str) -> tuple[float, int]:
     """Return the CPU seconds of a process or thread, and the bytes that it has read and written; 0 for what is unknown."""
-    found = processes.stat(which)
-    return found.cpu_seconds if found else 0.0, processes.bytes_transferred(which)
+    process = processes.stat(which)
+    return process.cpu_seconds if process else 0.0, processes.bytes_transferred(which)
 
 
 class Starvation:

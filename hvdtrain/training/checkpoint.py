@@ -89,8 +89,8 @@ def require_small(content: str) -> None:
 
 def lacks_memory(error: Exception) -> bool:
     """Return whether an error says that there is not enough memory: MemoryError, and torch's RuntimeError of many texts."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or "allocate memory" in said or "not enough memory" in said
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or "allocate memory" in message or "not enough memory" in message
 
 
 def read_facts(path: Path) -> Facts:
@@ -113,10 +113,10 @@ def read_facts(path: Path) -> Facts:
 def listed(directory: Path) -> list[Path]:
     """Return the checkpoints in `directory`, newest first, without temporary files. Raises OSError if it cannot be read."""
     try:
-        found = [(int(match[1]), path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))]
+        numbered = [(int(match[1]), path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))]
     except FileNotFoundError:
         return []
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def prune(directory: Path, keep: int) -> None:
@@ -125,13 +125,13 @@ def prune(directory: Path, keep: int) -> None:
 
     keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`.
     """
-    found = listed(directory)
-    if len(found) <= min(keep, SPARE):
+    paths = listed(directory)
+    if len(paths) <= min(keep, SPARE):
         return
-    facts = {path: read_facts(path) for path in found}
-    asked_for = [path for path in found if not facts[path].get("automatic")]
-    kept = {*found[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
-    for path in found:
+    facts = {path: read_facts(path) for path in paths}
+    asked_for = [path for path in paths if not facts[path].get("automatic")]
+    kept = {*paths[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
+    for path in paths:
         if path not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -38,8 +38,8 @@ class Checkpoints:
     def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput):
         self.engine, self.output, self._keep = engine, output, flags.keep
         self._metrics = dict(metrics)
-        self.found = Resume(engine, flags, output)  # the checkpoint to resume from
-        self.writes = self.found.writes
+        self.resume = Resume(engine, flags, output)  # the checkpoint to resume from
+        self.writes = self.resume.writes
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
         self.generators = Generators(engine, flags.seed, output.say, keeps=self.writes, draws=flags.evaluate is None)
         self._evaluates = flags.evaluate is not None
@@ -52,17 +52,17 @@ class Checkpoints:
     def open(self, data: Mapping[str, object]) -> None:
         """Compare this run with the checkpoint that it is resumed from, and begin to write new ones. Raises UserError on
         rank 0 only. data: what identifies the data of this run."""
-        self.found.require_fit(data)
-        directory = self.found.directory
+        self.resume.require_fit(data)
+        directory = self.resume.directory
         if directory is None or self.engine.rank != 0:
             return
         try:
-            if not self.found.continues and checkpoint.listed(directory):
+            if not self.resume.continues and checkpoint.listed(directory):
                 directory.rename(files.unused(directory))
         except OSError as error:
-            said = f"{directory} cannot be moved aside ({error.strerror})"
-            raise UserError(f"{said}: name another --output-dir") from error
-        self._writer = checkpoint.Writer(directory, self._keep, self._written, self.found.lock)
+            message = f"{directory} cannot be moved aside ({error.strerror})"
+            raise UserError(f"{message}: name another --output-dir") from error
+        self._writer = checkpoint.Writer(directory, self._keep, self._written, self.resume.lock)
 
     # ---- the parts
 
@@ -70,11 +70,11 @@ class Checkpoints:
         """Save models and optimizers from now on, and restore them if the run is resumed. A collective."""
         trained = sum(p.numel() * p.element_size() for model in prepared.models for p in model.parameters())
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
-        self.objects = Objects(self.engine, self.found, prepared, self.registered)
+        self.objects = Objects(self.engine, self.resume, prepared, self.registered)
         self._buffers = Buffers(self.engine, self.objects, same=self._evaluates)
         self._extra = ExtraStates(self.engine, self.objects, same=self._evaluates)
         self._watch(self.objects.modules())
-        if (content := self.found.content()) is not None:
+        if (content := self.resume.content()) is not None:
             self.objects.restore(content)
         for part in (self._extra, self._buffers, self.generators):
             self.add(part)
@@ -85,20 +85,20 @@ class Checkpoints:
             for module in modules.values():
                 contents.require_storable(contents.tensors_of(module))
             self._extra.require_storable(modules)
-        self._buffers.watch(modules, self.found.content())
+        self._buffers.watch(modules, self.resume.content())
 
     def add(self, part: Part) -> None:
         """Save a part from now on, and restore it if the run is resumed. A collective."""
         self._parts.append(part)
-        if (content := self.found.content()) is not None:
+        if (content := self.resume.content()) is not None:
             part.restore(content)
 
     def register(self, objects: Mapping[str, Any], generators: Mapping[str, object]) -> None:
         """Save objects, and generators of random numbers, from now on, and restore them. A collective."""
         self.generators.registered |= generators
-        for name, what in generators.items() if self.found.facts is not None else ():
+        for name, what in generators.items() if self.resume.facts is not None else ():
             self.objects.require_registered(name, what)
-        modules, content = self.objects.modules(objects), self.found.content()
+        modules, content = self.objects.modules(objects), self.resume.content()
         self._watch(modules)
         self.objects.register(objects, content)
         if content is not None:
@@ -107,20 +107,20 @@ class Checkpoints:
     def require_all(self, source: Input) -> None:
         """Raise UserError on every rank if the program does not register an object that the checkpoint has, or reads other
         samples."""
-        for name in self.found.facts["registered_types"] if self.found.facts is not None else ():
+        for name in self.resume.facts["registered_types"] if self.resume.facts is not None else ():
             if name not in self.registered and name not in self.generators.registered:
-                said = f"the checkpoint has {name!r}, which is not registered now"
-                raise UserError(f"{said}: {contents.REGISTER}", everywhere=True)
-        self.found.require_samples(source)
+                message = f"the checkpoint has {name!r}, which is not registered now"
+                raise UserError(f"{message}: {contents.REGISTER}", everywhere=True)
+        self.resume.require_samples(source)
 
     def restore_statistics(self, objects: Mapping[str, Any]) -> None:
         """Restore this rank's running statistics of registered modules. A collective; once all ranks have the same."""
-        if (content := self.found.content()) is not None:
+        if (content := self.resume.content()) is not None:
             self._buffers.restore_statistics(objects, content)
 
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
-        content = self.found.content()
+        content = self.resume.content()
         saved = content.tensors.get("positions") if content is not None else None
         held = None if saved is None else contents.decoded(saved)
         shared: list[Any] | None = self.engine.broadcast_object(held, "checkpoint.positions")
@@ -128,7 +128,7 @@ class Checkpoints:
 
     def begin_training(self) -> None:
         """Free the loaded checkpoint, and schedule the first automatic one."""
-        self.found.forget()
+        self.resume.forget()
         self.interval.begin()
 
     # ---- saving
@@ -168,21 +168,21 @@ class Checkpoints:
         content.facts |= about | {
             "format": checkpoint.FORMAT,
             "state": asdict(state),
-            "initial": self.found.initial._asdict(),
+            "initial": self.resume.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
-            "config": self.found.config,
-            "typed": self.found.typed,
-            "data": self.found.data,
+            "config": self.resume.config,
+            "typed": self.resume.typed,
+            "data": self.resume.data,
             "input": self._size_of(source),
-            "split": source.split if source is not None else (self.found.facts or {}).get("split"),
+            "split": source.split if source is not None else (self.resume.facts or {}).get("split"),
         }
         self._writer.put(content.facts, contents.snapshot(content.live, heartbeat) | content.tensors)
 
     def _size_of(self, source: Input | None) -> Facts:
         if source is not None:
             return {"samples": source.samples, "per_epoch": source.per_epoch}
-        return self.found.facts["input"] if self.found.facts is not None else {"samples": 0, "per_epoch": 0}
+        return self.resume.facts["input"] if self.resume.facts is not None else {"samples": 0, "per_epoch": 0}
 
     def score(self, state: TrainState, epoch: int) -> Facts | None:
         """Return metric, direction and value of the last evaluation, if it was in this epoch."""
@@ -211,10 +211,10 @@ class Checkpoints:
 
         Called at the end of the run, also by an exception.
         """
-        if self._writer is not None and self.found.lock is not None:
+        if self._writer is not None and self.resume.lock is not None:
             self._ends = True
             self._writer.flush(heartbeat)
-        self.found.release()
+        self.resume.release()
 
     def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:
         """Wait until the last snapshot is on the disk. Return an error message if that failed, else None, on every rank. A
@@ -242,5 +242,5 @@ class Checkpoints:
         if self._last_good:
             remedy += f"; --resume auto then continues from {self._last_good}"
         return (
-            f"the last checkpoint could not be written to {self.found.directory} ({error.strerror or error}): {remedy}"
+            f"the last checkpoint could not be written to {self.resume.directory} ({error.strerror or error}): {remedy}"
         )

@@ -49,6 +49,6 @@ def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> Non
         rows = engine.all_gather_object(sums, f"register.{name}")
         for rank, row in enumerate(rows):
             if row != rows[0]:
-                said = f"{type(what).__name__} has other values on rank {rank} than on rank 0"
-                how = "create it alike on all ranks, or load the same state_dict"
-                raise UserError(f"run.register({name}=...): the {said}: {how}", everywhere=True)
+                message = f"{type(what).__name__} has other values on rank {rank} than on rank 0"
+                remedy = "create it alike on all ranks, or load the same state_dict"
+                raise UserError(f"run.register({name}=...): the {message}: {remedy}", everywhere=True)

@@ -76,27 +76,29 @@ def chosen_for(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[
     """Return what the program has chosen for optimizers and schedulers, such as rates, as JSON. Call it before a checkpoint
     or a step changes them."""
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
         name = kinds[number] if kinds.count(kinds[number]) == 1 else f"{kinds[number]} {number}"
         left_out = {"params", "param_names", *IMPLEMENTATION}
         groups = [
-            {key: _told(value) for key, value in group.items() if key not in left_out}
+            {key: setting_as_json(value) for key, value in group.items() if key not in left_out}
             for group in optimizer.param_groups
         ]
-        found[name] = groups[0] if len(groups) == 1 else groups
+        chosen[name] = groups[0] if len(groups) == 1 else groups
     for name, what in registered.items():
         if isinstance(what, lr_scheduler.LRScheduler):
-            found[name] = _told(what.state_dict())
-    return found
+            chosen[name] = setting_as_json(what.state_dict())
+    return chosen
 
 
-def _told(value: Any) -> Any:
+def setting_as_json(value: Any) -> Any:
     """Return a setting as JSON; of other objects, the name of the class. Without what depends on the position."""
     if isinstance(value, dict):
-        return {str(key): _told(item) for key, item in value.items() if key in CONSTANT or is_chosen(str(key))}
+        return {
+            str(key): setting_as_json(item) for key, item in value.items() if key in CONSTANT or is_chosen(str(key))
+        }
     if isinstance(value, (list, tuple)):
-        return [_told(item) for item in value]
+        return [setting_as_json(item) for item in value]
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
@@ -125,5 +127,5 @@ def _nearly(one: object, other: object) -> bool:
 
 def in_words(unlike: list[Difference]) -> str:
     """Return the first differences as a clause, and the number of the others: there may be a thousand shards."""
-    said = "; ".join(f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED])
-    return said + (f"; and {len(unlike) - MOST_NAMED:,} more" if len(unlike) > MOST_NAMED else "")
+    message = "; ".join(f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED])
+    return message + (f"; and {len(unlike) - MOST_NAMED:,} more" if len(unlike) > MOST_NAMED else "")

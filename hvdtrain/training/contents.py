@@ -82,8 +82,8 @@ def collect(
     packed = {}
     for name, what in registered.items():
         whole = tensors_of(what) if isinstance(what, nn.Module) else what.state_dict()
-        how = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
-        with storable(f"run.register({name}=...): its state_dict", how):
+        remedy = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
+        with storable(f"run.register({name}=...): its state_dict", remedy):
             packed[name] = pack(whole, f"registered.{name}.", tensors)
         heartbeat()
     require_storable(tensors)
@@ -100,12 +100,12 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError for a tensor that a checkpoint cannot store."""
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided:
-            how = "register the buffer with persistent=False"
-            raise UserError(f"{name} is a sparse tensor, which a checkpoint cannot store: {how}")
+            remedy = "register the buffer with persistent=False"
+            raise UserError(f"{name} is a sparse tensor, which a checkpoint cannot store: {remedy}")
         if not is_stored(tensor.dtype):
-            how = "use complex64" if tensor.is_complex() else "register the buffer with persistent=False"
+            remedy = "use complex64" if tensor.is_complex() else "register the buffer with persistent=False"
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(f"{name} is {kind}, which a checkpoint cannot store: {how}")
+            raise UserError(f"{name} is {kind}, which a checkpoint cannot store: {remedy}")
 
 
 @functools.cache
@@ -147,12 +147,12 @@ def types_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
 
 
 @contextlib.contextmanager
-def storable(what: str, how: str) -> Iterator[None]:
-    """Raise UserError for an object that `portable.to_json` refuses. what: its name, and how: the remedy."""
+def storable(what: str, remedy: str) -> Iterator[None]:
+    """Raise UserError for an object that `portable.to_json` refuses. what: its name, and the remedy."""
     try:
         yield
     except TypeError as error:
-        raise UserError(f"{what} holds a {error}, which a checkpoint cannot store: {how}") from error
+        raise UserError(f"{what} holds a {error}, which a checkpoint cannot store: {remedy}") from error
 
 
 def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:

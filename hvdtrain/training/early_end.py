@@ -24,16 +24,16 @@ def refused(engine: Engine, place: Callable[[], str]) -> Iterator[None]:
         except SystemExit as left:
             if not (left.code is None or (isinstance(left.code, int) and left.code & 0xFF == 0)):  # 256 ends with 0
                 raise
-            how = "end the loops by `break`, or call sys.exit() after the block of training.start()"
-            said = f"sys.exit() {place()}, without a result: {how}"
-            raise LeftEarly(said, everywhere=False) from None
+            remedy = "end the loops by `break`, or call sys.exit() after the block of training.start()"
+            message = f"sys.exit() {place()}, without a result: {remedy}"
+            raise LeftEarly(message, everywhere=False) from None
 
 
 def _refusal(name: str, whole: Callable[..., object]) -> Callable[..., object]:
     def refuse(*arguments: object, **named: object) -> object:
         if arguments or named:  # a group of the program's own
             return whole(*arguments, **named)
-        how = "leave it out: hvdtrain does so at the end"
-        raise UserError(f"{name}() during training, which the other ranks continue: {how}")
+        remedy = "leave it out: hvdtrain does so at the end"
+        raise UserError(f"{name}() during training, which the other ranks continue: {remedy}")
 
     return refuse

@@ -88,8 +88,8 @@ class Evaluation:
             return samples
         rows = self._rows[name] + self._rows_in_sums.get(name, 0)
         if rows % samples if samples else rows:
-            how = "give a value for each sample, or their sum, or count=, the number of values"
-            raise UserError(f"run.record({name}=...) got {rows} values for {samples} samples: {how}")
+            remedy = "give a value for each sample, or their sum, or count=, the number of values"
+            raise UserError(f"run.record({name}=...) got {rows} values for {samples} samples: {remedy}")
         return rows
 
     def _held(self) -> int:
@@ -129,8 +129,10 @@ class Evaluation:
         for rank, (recorded, _, _, samples) in enumerate(everyone):
             missing = [name for name in names if name not in recorded and name not in counted]
             if samples and missing:
-                how = "record it on every rank, or give the number of its values as count="
-                raise UserError(f"run.record({missing[0]}=...) was not called on rank {rank}: {how}", everywhere=True)
+                remedy = "record it on every rank, or give the number of its values as count="
+                raise UserError(
+                    f"run.record({missing[0]}=...) was not called on rank {rank}: {remedy}", everywhere=True
+                )
         return names, counted
 
 

@@ -27,12 +27,12 @@ States = dict[str, dict[str, Any]]  # by module, and by the name in its state_di
 
 def of(modules: Mapping[str, nn.Module]) -> States:
     """Return the state of each module that has some."""
-    found = {}
+    states_of = {}
     for name, module in modules.items():
         states = {own_name(key): value for key, value in module.state_dict().items() if is_extra(key, value)}
         if states:
-            found[name] = states
-    return found
+            states_of[name] = states
+    return states_of
 
 
 def require_storable(states: States) -> None:
@@ -105,9 +105,9 @@ def restore(modules: Mapping[str, nn.Module], held: States) -> None:
             module.load_state_dict(own, strict=False)
         except Exception as error:  # any: set_extra_state is the author's own
             last = (str(error) or type(error).__name__).splitlines()[-1].strip()
-            said = f"{next(iter(there))} does not take what it returned when the checkpoint was written ({last})"
+            message = f"{next(iter(there))} does not take what it returned when the checkpoint was written ({last})"
             raise UserError(
-                f"{said}: let set_extra_state take what get_extra_state returns", everywhere=True
+                f"{message}: let set_extra_state take what get_extra_state returns", everywhere=True
             ) from error
 
 

@@ -178,11 +178,11 @@ def require_own(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None
     require(bool(facts["outer"]) == (momentum is not None), "outer")
 
 
-def require_rows(told: list[Any], rows: Tensor | None, values: list[Any], name: str) -> None:
+def require_rows(packed: list[Any], rows: Tensor | None, values: list[Any], name: str) -> None:
     """Raise ValueError unless `rows`, int64 [len(values), n], has the tensors of the nested `values`."""
     require(rows is not None and rows.dtype == torch.int64 and rows.ndim == 2 and len(rows) == len(values), name)
     assert rows is not None
-    for one, value, own in zip(told, values, rows, strict=True):
+    for one, value, own in zip(packed, values, rows, strict=True):
         require(whole(0, rows.shape[1])(one.get("length")), name)
         attempt(lambda value=value, own=own: unflattened(value, own), name)  # type: ignore[misc] # of this pass
 
@@ -192,11 +192,11 @@ def decoded(tensors: Mapping[str, Tensor], name: str) -> list[Any]:
     tensor = tensors.get(name)
     require(tensor is not None and tensor.dtype == torch.uint8 and tensor.ndim == 1, name)
     assert tensor is not None
-    found = attempt(lambda: parsed(bytes(tensor.numpy()).decode()), name)
-    require(type(found) is list and depth(found) <= DEEPEST, name)
+    decoded_list = attempt(lambda: parsed(bytes(tensor.numpy()).decode()), name)
+    require(type(decoded_list) is list and depth(decoded_list) <= DEEPEST, name)
     if name != "positions":
-        require(list_of(mapping_to(anything))(found), name)
-    return list(found)
+        require(list_of(mapping_to(anything))(decoded_list), name)
+    return list(decoded_list)
 
 
 def unpacked(packed: Any, tensors: Mapping[str, Tensor], name: str) -> Any:
@@ -225,11 +225,11 @@ def is_dtype(name: str) -> bool:
 
 def depth(value: Any) -> int:
     """Return how deep the values are nested; more than DEEPEST where it is more."""
-    level, found = [value], 0
-    while level and found <= DEEPEST:
+    level, levels = [value], 0
+    while level and levels <= DEEPEST:
         inner = (item.values() if type(item) is dict else item for item in level if type(item) in (dict, list))
-        level, found = [item for items in inner for item in items], found + 1
-    return found
+        level, levels = [item for items in inner for item in items], levels + 1
+    return levels
 
 
 def require(sound: bool, name: str) -> None:

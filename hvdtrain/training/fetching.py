@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_
 
 from hvdtrain.data.packing import Travels
 from hvdtrain.data.sharding import mixed_seed, seed_generators
-from hvdtrain.training.sameness import told_of
+from hvdtrain.training.sameness import compared_of
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
 
@@ -36,7 +36,7 @@ class Samples(Travels, Dataset[Any]):
     def __getitem__(self, job: tuple[int, list[int]]) -> Fetched:
         epoch, numbers = job
         if epoch == COMPARISON:
-            return Fetched(told_of(numbers, lambda number: self.samples(0, [number])[0]), 0)
+            return Fetched(compared_of(numbers, lambda number: self.samples(0, [number])[0]), 0)
         samples = self.samples(epoch, numbers)
         batch = self.collate(samples)
         return Fetched(batch, samples_in(batch, samples, len(numbers)) if may_leave_out(self.collate) else len(numbers))

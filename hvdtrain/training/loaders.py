@@ -64,8 +64,10 @@ class Loader(Input):
         if self._given.drop_last and self.per_epoch >= engine.size:  # else there are too few samples in any case
             self.per_epoch -= self.per_epoch % initial.global_batch
             if not self.per_epoch:
-                said = f"drop_last=True leaves no step: there are fewer samples than the {initial.global_batch} of one"
-                raise UserError(f"{said}: leave it out", everywhere=True)
+                message = (
+                    f"drop_last=True leaves no step: there are fewer samples than the {initial.global_batch} of one"
+                )
+                raise UserError(f"{message}: leave it out", everywhere=True)
         return super().plan(engine, flags, initial, state, epochs)
 
     def require_unchanged(self, epoch: int) -> None:
@@ -99,9 +101,9 @@ class Loader(Input):
         self._batches = begun(loader)
         if numbers:  # by a worker: the data set may open files that must not be open in the rank
             with own_randomness(self._given.num_workers):
-                told = next(self._batches).batch
+                compared = next(self._batches).batch
             self._jobs.are_done()
-            require_same(self._engine, [number % self.samples for number in numbers], told)
+            require_same(self._engine, [number % self.samples for number in numbers], compared)
             self._compared = True
 
     def load(self, planned: PlannedBatch) -> Batch:
@@ -174,8 +176,8 @@ def require_usable(given: DataLoader[Any]) -> None:
     """Raise UserError for a DataLoader whose own way of iterating would not be used, or which does not load batches."""
     for name in ("__iter__", "_get_iterator"):
         if getattr(type(given), name) is not getattr(DataLoader, name) and not is_stateful(given):
-            how = "use DataLoader, with its work in collate_fn or in the loop over step.batches()"
-            raise UserError(f"the DataLoader is a {type(given).__name__}, whose own {name} is not called: {how}")
+            remedy = "use DataLoader, with its work in collate_fn or in the loop over step.batches()"
+            raise UserError(f"the DataLoader is a {type(given).__name__}, whose own {name} is not called: {remedy}")
     if isinstance(given.dataset, IterableDataset):
         return
     if not hasattr(given.dataset, "__len__"):
@@ -187,8 +189,8 @@ def require_usable(given: DataLoader[Any]) -> None:
 def require_batch_size(given: DataLoader[Any], batch_size: int) -> None:
     """Raise UserError if the DataLoader has another batch size than --batch-size."""
     if given.batch_size not in (None, batch_size):
-        said = f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}"
-        raise UserError(f"{said}: write DataLoader(..., batch_size=flags.batch_size)")
+        message = f"the DataLoader has batch_size={given.batch_size}, --batch-size is {batch_size}"
+        raise UserError(f"{message}: write DataLoader(..., batch_size=flags.batch_size)")
 
 
 def iterate(
@@ -222,8 +224,10 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
         return iter(loader)
     except BrokenPipeError as error:
-        how = "use num_workers=0 to see the error in the rank"
-        raise UserError(f"a DataLoader worker has ended while it started (what it printed is above): {how}") from error
+        remedy = "use num_workers=0 to see the error in the rank"
+        raise UserError(
+            f"a DataLoader worker has ended while it started (what it printed is above): {remedy}"
+        ) from error
     except (EOFError, ConnectionError) as error:
         raise UserError(
             "the process that starts DataLoader workers has ended while it imported the program: keep what trains, or "
@@ -249,12 +253,12 @@ def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Bat
 
 def in_batches(engine: Engine, given: DataLoader[Any], seed: int, order: Tensor) -> Iterator[Batch]:
     """Yield this rank's batches of a test set in this order, int64 [n]."""
-    if (
-        given.drop_last and given.batch_size and (rest := len(order) % given.batch_size)
-    ):  # as torch leaves out the last batch
+    # As torch leaves out the last batch.
+    if given.drop_last and given.batch_size and (rest := len(order) % given.batch_size):
         if engine.size > 1 and engine.rank == 0:
-            said = f"the evaluation leaves out {rest} of {len(order)} samples: drop_last=True, batch_size={given.batch_size}"
-            lines.warn_once(f"{said}, whatever the number of ranks; write drop_last=False to evaluate all")
+            sizes = f"drop_last=True, batch_size={given.batch_size}"
+            message = f"the evaluation leaves out {rest} of {len(order)} samples: {sizes}"
+            lines.warn_once(f"{message}, whatever the number of ranks; write drop_last=False to evaluate all")
         order = order[:-rest]
     mine = order[shard(len(order), engine.rank, engine.size)]
     yield from loaded(engine, given, seed, [part for part in mine.split(given.batch_size or 1) if len(part)])

@@ -31,24 +31,24 @@ def unpack_everywhere(engine: Engine, packed: Any, tensors: Mapping[str, Tensor]
 
 
 def load(
-    found: tuple[Facts, Mapping[str, Tensor]],
+    content: tuple[Facts, Mapping[str, Tensor]],
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
 ) -> None:
     """Load a checkpoint into models, optimizers and scaler. Raises UserError if it does not match.
 
-    found: facts and tensors, as returned by `checkpoint.read`.
+    content: facts and tensors, as returned by `reading.read`.
     """
-    facts, tensors = found
+    facts, tensors = content
     several = any(name.startswith("models.") for name in tensors)
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         if several != prefix.startswith("models."):
             raise UserError("the checkpoint does not match: it has a different number of models: check the script")
         load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
     if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
-        said = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
-        raise UserError(f"the checkpoint does not match the optimizer ({said}): check --optimizer")
+        message = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
+        raise UserError(f"the checkpoint does not match the optimizer ({message}): check --optimizer")
     load_optimizers(
         optimizers, models, [unpack(packed, tensors) for packed in facts["optimizers"]], facts["parameters"]
     )

@@ -87,7 +87,7 @@ class Loop:
     @property
     def initial(self) -> Initial:
         """The configuration with which the run began; unchanged by a resume. Derive learning rates from it."""
-        return self.checkpoints.found.initial
+        return self.checkpoints.resume.initial
 
     @property
     def in_steps(self) -> bool:
@@ -124,7 +124,7 @@ class Loop:
     @property
     def epochs_done(self) -> float:
         """The number of epochs done, including the fraction of the current one."""
-        per_epoch = self.checkpoints.found.per_epoch if self.data.input is None else self.data.input.per_epoch
+        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
         if not per_epoch:  # before training, and of a stream, whose length is not known
             return float(self.state.epoch)
         return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
@@ -177,14 +177,16 @@ class Loop:
 
     def _has_ended(self) -> bool:
         """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
-        facts = self.checkpoints.found.facts
+        facts = self.checkpoints.resume.facts
         if facts is None or facts["ended"] is None or facts["state"]["step"] != self.state.step:
             return False
         if facts["ended"] != self.length.ends():
             return False
         if self._is_left():
-            how = "with more epochs, it continues"
-            self.say(f"training has ended after epoch {self.state.epoch}, as the program left run.epochs there: {how}")
+            remedy = "with more epochs, it continues"
+            self.say(
+                f"training has ended after epoch {self.state.epoch}, as the program left run.epochs there: {remedy}"
+            )
         return True
 
     def _require_enough(self, epochs: int | None, steps: int | None) -> None:
@@ -225,8 +227,9 @@ class Loop:
         if self.phase is Phase.OUTSIDE:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
         if self.phase is not Phase.HEAD:
-            how = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, run.steps(..., changes=True)'
-            raise UserError(f"run.steps() was called twice in one epoch: {how}")
+            remedy = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, '
+            remedy += "run.steps(..., changes=True)"
+            raise UserError(f"run.steps() was called twice in one epoch: {remedy}")
 
     def _open(self, data: tuple[Any, ...], changes: bool) -> Input:
         if self.data.input is not None and self.data.is_same(data) and not changes:
@@ -238,8 +241,8 @@ class Loop:
         before, state = self.data.input, self.state
         opened = self.data.open(data)
         opened.changes = changes
-        how = "give every rank all samples, each takes its part of them"
-        self.engine.require_equal("the number of samples of run.steps()", opened.samples, how)
+        remedy = "give every rank all samples, each takes its part of them"
+        self.engine.require_equal("the number of samples of run.steps()", opened.samples, remedy)
         if before is not None and before.samples != opened.samples and not changes:
             raise UserError(
                 f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before: {CHANGES}"
@@ -337,8 +340,8 @@ class Loop:
         for name in self.length.goals:
             if self.evaluation and name not in self.evaluation:
                 had = ", ".join(held for held in self.evaluation if held != "count")
-                how = f"write run.record({name}=...) in it"
-                raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {how}", everywhere=True)
+                remedy = f"write run.record({name}=...) in it"
+                raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {remedy}", everywhere=True)
         if source is None or source.at_end(self.state.samples_of_epoch):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
         self._save_epoch(score, ended=ended)

@@ -54,16 +54,16 @@ class Outputs:
 
 def instead_of_a_loss(given: object) -> str:
     """Return what `given` is, and what to give instead, for a message."""
-    how = "take the mean over this micro-batch, loss.mean()"
+    remedy = "take the mean over this micro-batch, loss.mean()"
     if isinstance(given, Tensor) and given.numel() == 1:
         return "a loss without a gradient: compute it from the model, without detach()"
     if isinstance(given, Tensor):
-        return f"a tensor of shape {tuple(given.shape)}, not a scalar: {how}"
+        return f"a tensor of shape {tuple(given.shape)}, not a scalar: {remedy}"
     if given is None:
         return "None, not a loss: a Hugging Face model computes one if the batch has labels"
     if hasattr(given, "loss") or (isinstance(given, Mapping) and "loss" in given):
-        how = "give it the loss in it"
-    return f"a {type(given).__name__}, not a scalar: {how}"
+        remedy = "give it the loss in it"
+    return f"a {type(given).__name__}, not a scalar: {remedy}"
 
 
 def in_checkpoint(error: BaseException) -> bool:
@@ -74,12 +74,12 @@ def in_checkpoint(error: BaseException) -> bool:
 def explained(error: Exception, step: int) -> UserError | None:
     """Return what an error of a backward pass in this step means; None: what it says itself."""
     if "backward through the graph a second time" in str(error):
-        how = "detach() what another backward pass has used, or compute it again in this loop"
-        return UserError(f"step {step}: step.backward() got a part of an earlier loss: {how}")
+        remedy = "detach() what another backward pass has used, or compute it again in this loop"
+        return UserError(f"step {step}: step.backward() got a part of an earlier loss: {remedy}")
     # Horovod's hook asserts, without words; DDP's reducer says this.
     if (isinstance(error, AssertionError) and not str(error)) or "mark a variable ready only once" in str(error):
-        how = "leave loss.backward() out, step.backward(loss) calls it"
+        remedy = "leave loss.backward() out, step.backward(loss) calls it"
         if in_checkpoint(error):
-            how = "a block that is checkpointed twice needs use_reentrant=False"
-        return UserError(f"step {step}: a gradient was computed twice in a micro-batch: {how}")
+            remedy = "a block that is checkpointed twice needs use_reentrant=False"
+        return UserError(f"step {step}: a gradient was computed twice in a micro-batch: {remedy}")
     return None

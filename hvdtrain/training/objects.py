@@ -41,10 +41,10 @@ def set_settings(optimizers: Sequence[torch.optim.Optimizer], settings: Settings
 
 
 class Objects(Part):
-    """Models, optimizers, loss scaler and registered objects, at first none. found: the checkpoint to resume from."""
+    """Models, optimizers, loss scaler and registered objects, at first none. resume: the checkpoint to resume from."""
 
-    def __init__(self, engine: Engine, found: Resume, prepared: Prepared, registered: dict[str, Any]):
-        self._engine, self._found, self._prepared, self.registered = engine, found, prepared, registered
+    def __init__(self, engine: Engine, resume: Resume, prepared: Prepared, registered: dict[str, Any]):
+        self._engine, self._resume, self._prepared, self.registered = engine, resume, prepared, registered
         self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
         self._of_program: Settings = []  # of the optimizers, as the program has made them
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
@@ -71,7 +71,7 @@ class Objects(Part):
         with self._engine.raising_together("checkpoint"):
             if content.held is not None:
                 loading.load((content.facts, content.tensors), prepared.models, optimizers, prepared.scaler)
-                self._found.require_choices(self._chosen)
+                self._resume.require_choices(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)
         for optimizer in optimizers:
@@ -87,11 +87,11 @@ class Objects(Part):
         Between run.prepare and run.epochs, a program reads the rates that it begins with, for its schedules.
         """
         optimizers = self._prepared.optimizers
-        if self._found.facts is None:
+        if self._resume.facts is None:
             return
         self._saved = settings_of(optimizers)
         set_settings(optimizers, self._of_program)
-        if self._found.lengthened:  # so that a scheduler begins with the run's rate: `schedules.redone`
+        if self._resume.lengthened:  # so that a scheduler begins with the run's rate: `schedules.redone`
             for optimizer, saved in zip(optimizers, self._saved, strict=True):
                 for group, theirs in zip(optimizer.param_groups, saved, strict=True):
                     group["lr"] = copy.deepcopy(theirs.get("initial_lr", group["lr"]))
@@ -122,11 +122,11 @@ class Objects(Part):
             if name not in content.facts["registered"]:
                 raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
         with self._engine.raising_together("checkpoint"):
-            self._found.require_choices(chosen)
+            self._resume.require_choices(chosen)
         for name, what in objects.items():
             packed = content.facts["registered"][name]
             state = loading.unpack_everywhere(self._engine, packed, content.tensors, f"registered.{name}")
-            if self._found.lengthened and redone(what, state):
+            if self._resume.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)
             else:
                 loading.load_registered(name, what, state)
@@ -136,8 +136,8 @@ class Objects(Part):
 
     def require_registered(self, name: str, what: object) -> None:
         """Raise UserError on every rank if the checkpoint has no object of this name and class."""
-        assert self._found.facts is not None
-        if name not in (types := self._found.facts["registered_types"]):
+        assert self._resume.facts is not None
+        if name not in (types := self._resume.facts["registered_types"]):
             raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
         contents.require_type(name, what, types[name])
 

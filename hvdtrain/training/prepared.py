@@ -61,8 +61,8 @@ class Prepared:
         """Raise UserError if a gradient is sparse, as of F.embedding(..., sparse=True) with a parameter of the script."""
         for parameter in self.trained[optimizer]:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                how = "leave sparse=True out"
-                raise UserError(f"{self._names[parameter]} has sparse gradients, which are not reduced: {how}")
+                remedy = "leave sparse=True out"
+                raise UserError(f"{self._names[parameter]} has sparse gradients, which are not reduced: {remedy}")
 
     def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer`. Raises UserError if it was not returned by `run.prepare`."""

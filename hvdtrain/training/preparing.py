@@ -36,11 +36,11 @@ def about_layer(name: str, layer: nn.Module, engine: Engine) -> str:
         return f"{name} has sparse gradients, which are not reduced: leave sparse=True out"
     if embeds and layer.max_norm is not None and engine.size > 1:
         after = f"weight.data.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})"
-        how = f"leave it out, and write {after} of the layer after step.update()"
-        return f"{name} has max_norm, which changes its weights on each rank alone: {how}"
+        remedy = f"leave it out, and write {after} of the layer after step.update()"
+        return f"{name} has max_norm, which changes its weights on each rank alone: {remedy}"
     if layer in _of_earlier_runs:
-        how = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
-        return f"this {type(layer).__name__} was trained by an earlier run: {how}"
+        remedy = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
+        return f"this {type(layer).__name__} was trained by an earlier run: {remedy}"
     return ""
 
 
@@ -54,11 +54,11 @@ def about_batch_norm(name: str, layer: nn.Module, engine: Engine, *, local_steps
     if engine.device.type == "cpu" and not (of_torch and engine.name == "serial"):
         return f"{name or 'the model'} is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"
     if of_torch and engine.name == "horovod":
-        how = "use horovod.torch.SyncBatchNorm, or --engine ddp"
-        return f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {how}"
+        remedy = "use horovod.torch.SyncBatchNorm, or --engine ddp"
+        return f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {remedy}"
     if not of_torch and engine.name == "ddp":
-        how = "use torch.nn.SyncBatchNorm, or --engine horovod"
-        return f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {how}"
+        remedy = "use torch.nn.SyncBatchNorm, or --engine horovod"
+        return f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {remedy}"
     return ""
 
 
@@ -80,26 +80,28 @@ def callable_alone(function: Callable[..., object]) -> bool:
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parameter]) -> None:
     """Raise UserError for an optimizer with which ranks cannot train. known: the parameters of the models."""
-    said = ""
+    message = ""
     if hasattr(optimizer, "skip_synchronize"):
-        said = "a DistributedOptimizer would reduce gradients, too: give it the optimizer inside"
+        message = "a DistributedOptimizer would reduce gradients, too: give it the optimizer inside"
     elif isinstance(optimizer, torch.optim.LBFGS):
-        how = "use SGD, Adam or another that does not call a closure"
-        said = f"LBFGS computes the loss several times in a step, and ranks would differ: {how}"
+        remedy = "use SGD, Adam or another that does not call a closure"
+        message = f"LBFGS computes the loss several times in a step, and ranks would differ: {remedy}"
     elif hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
-        how = "let its step() make both in turn, and call step.update() twice in a step, as docs/programs/sam.py"
-        said = f"SAM's first_step() and second_step() are not called: {how}"
+        remedy = "let its step() make both in turn, and call step.update() twice in a step, as docs/programs/sam.py"
+        message = f"SAM's first_step() and second_step() are not called: {remedy}"
     elif isinstance(optimizer, torch.optim.SparseAdam):
-        said = "SparseAdam needs sparse gradients, which are not reduced: use Adam"
+        message = "SparseAdam needs sparse gradients, which are not reduced: use Adam"
     elif is_scheduled(optimizer):
-        how = "create it afterwards, from the optimizer that this returns"
-        said = f"a learning rate scheduler was created before: {how}"
+        remedy = "create it afterwards, from the optimizer that this returns"
+        message = f"a learning rate scheduler was created before: {remedy}"
     elif not callable_alone(optimizer.step):
-        said = f"{type(optimizer).__name__}.step() takes arguments that step.update() does not give: give them defaults"
+        message = (
+            f"{type(optimizer).__name__}.step() takes arguments that step.update() does not give: give them defaults"
+        )
     elif not set(parameters_of(optimizer)).issubset(known):
-        said = "an optimizer has parameters of a model that was not given: pass that model, too"
-    if said:
-        raise UserError(f"run.prepare(): {said}")
+        message = "an optimizer has parameters of a model that was not given: pass that model, too"
+    if message:
+        raise UserError(f"run.prepare(): {message}")
 
 
 def refuse_unsupported(
@@ -116,14 +118,14 @@ def refuse_unsupported(
         refuse_layer(name, layer, engine, local_steps=local_steps)
     for name, buffer in ((name, one) for model in models for name, one in model.named_buffers()):
         if buffer.is_quantized and engine.size > 1:
-            how = "keep its integers, buffer.int_repr(), and the scale"
-            raise UserError(f"run.prepare(): {name} is quantized, and ranks exchange no such tensors: {how}")
+            remedy = "keep its integers, buffer.int_repr(), and the scale"
+            raise UserError(f"run.prepare(): {name} is quantized, and ranks exchange no such tensors: {remedy}")
     taken: set[nn.Parameter] = set()
     for optimizer in optimizers:
         refuse_optimizer(optimizer, names)
         if shared := taken.intersection(parameters_of(optimizer)):
-            how = "give each parameter to one optimizer, or several losses to one step.backward()"
-            raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {how}")
+            remedy = "give each parameter to one optimizer, or several losses to one step.backward()"
+            raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {remedy}")
         taken.update(parameters_of(optimizer))
     _of_earlier_runs.update(
         layer for _, layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))
@@ -134,8 +136,8 @@ def refuse_replicas(name: str, module: nn.Module) -> None:
     """Raise UserError if a module that is registered under `name` holds what `run.prepare` has returned under DDP."""
     for layer in module.modules():
         if isinstance(layer, REPLICAS):
-            said = f"run.register({name}=...) holds a {type(layer).__name__}, whose weights have other names"
-            raise UserError(f"{said}: make it of the model that you gave to run.prepare()")
+            message = f"run.register({name}=...) holds a {type(layer).__name__}, whose weights have other names"
+            raise UserError(f"{message}: make it of the model that you gave to run.prepare()")
 
 
 def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -151,9 +153,9 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
     for rank, other in enumerate(theirs):
         first = next((pair for pair in zip_longest(theirs[0], other, fillvalue="nothing") if pair[0] != pair[1]), None)
         if first is not None:
-            said = f"rank 0 has {first[0]} where rank {rank} has {first[1]}"
-            how = "build the same models and optimizers on every rank"
-            raise UserError(f"run.prepare(): {said}: {how}", everywhere=True)
+            message = f"rank 0 has {first[0]} where rank {rank} has {first[1]}"
+            remedy = "build the same models and optimizers on every rank"
+            raise UserError(f"run.prepare(): {message}: {remedy}", everywhere=True)
 
 
 def sparse_values(buffer: Tensor) -> str:
@@ -226,13 +228,13 @@ def prepare(
         for optimizer in optimizers:
             frozen = any(not parameter.requires_grad for parameter in parameters_of(optimizer))
             fuse(optimizer, may_lack_gradients=find_unused_parameters or frozen)
-    how = Reduction(
+    reduction = Reduction(
         flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
     )
     if group is not engine:  # compressed is what goes between hosts, the weights
-        how = how._replace(compression="none", predivide=1.0)
-    replicas = [group.distribute_model(model, how) for model in given]
-    optimizers = [group.distribute_optimizer(optimizer, named, how) for optimizer in optimizers]
+        reduction = reduction._replace(compression="none", predivide=1.0)
+    replicas = [group.distribute_model(model, reduction) for model in given]
+    optimizers = [group.distribute_optimizer(optimizer, named, reduction) for optimizer in optimizers]
     scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
     prepared = Prepared(
         engine, group, models, replicas, optimizers, scaler, named, zero_for_missing=find_unused_parameters

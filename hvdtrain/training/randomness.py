@@ -71,12 +71,12 @@ class Generators(Part):
         self._go_on: States | None = None  # after the last step of an epoch; in a resumed epoch, before its first step
 
     def _all(self) -> dict[str, Any]:
-        found: dict[str, Any] = {f"{GLOBAL}torch": torch.default_generator, f"{GLOBAL}random": random}
+        generators: dict[str, Any] = {f"{GLOBAL}torch": torch.default_generator, f"{GLOBAL}random": random}
         if "numpy" in sys.modules:
-            found[f"{GLOBAL}numpy"] = sys.modules["numpy"].random
+            generators[f"{GLOBAL}numpy"] = sys.modules["numpy"].random
         if (device := self._engine.device).type == "cuda":
-            found[f"{GLOBAL}cuda"] = torch.cuda.default_generators[device.index or 0]
-        return found | self.registered
+            generators[f"{GLOBAL}cuda"] = torch.cuda.default_generators[device.index or 0]
+        return generators | self.registered
 
     def _states(self) -> States:
         return {name: state_of(generator) for name, generator in self._all().items()}
@@ -162,8 +162,8 @@ class Generators(Part):
         unlike = [name for name in pairs[0][0] if name not in alike[0] and not name.startswith(GLOBAL)]
         if not unlike:
             return None
-        said = f"the checkpoint has {' and '.join(unlike)} of {ranks} ranks, each another one"
-        return f"{said}: on the other ranks, they begin from new seeds"
+        message = f"the checkpoint has {' and '.join(unlike)} of {ranks} ranks, each another one"
+        return f"{message}: on the other ranks, they begin from new seeds"
 
 
 def same(one: Any, other: Any) -> bool:

@@ -58,8 +58,8 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
         if lacks_memory(error):
-            how = "free some, or use a host with more; nothing was changed"
-            raise Failure(f"checkpoint {path} cannot be read: not enough memory: {how}") from error
+            remedy = "free some, or use a host with more; nothing was changed"
+            raise Failure(f"checkpoint {path} cannot be read: not enough memory: {remedy}") from error
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     return facts, tensors
 
@@ -89,9 +89,9 @@ def newest(
             where = "" if keep_names else f": {put_aside(path)}"
             warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
     if unread:
-        how = "nothing was changed; start again once it can be read, or use another --output-dir"
+        remedy = "nothing was changed; start again once it can be read, or use another --output-dir"
         reason = unread[0].strerror or unread[0]
-        raise Failure(f"no checkpoint in {directory} can be read ({reason}): {how}") from unread[0]
+        raise Failure(f"no checkpoint in {directory} can be read ({reason}): {remedy}") from unread[0]
     return None
 
 
@@ -133,10 +133,10 @@ def find(
     """
     if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
         inner = path / "checkpoints"
-        found = newest(inner if os.path.isdir(inner) else path, warn, keep_names=keep_names)  # noqa: PTH112
-        if found is None:
+        content = newest(inner if os.path.isdir(inner) else path, warn, keep_names=keep_names)  # noqa: PTH112
+        if content is None:
             raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors, auto or never")
-        return found
+        return content
     try:
         return read(path)
     except (Damaged, OSError) as error:
@@ -152,11 +152,11 @@ def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Fact
     directory: that of the run, or of its checkpoints. Raises UserError if there is none.
     """
     inner = directory / "checkpoints"
-    found = listed(inner if inner.is_dir() else directory)
-    for path in best_of({path: read_facts(path) for path in found}):
+    paths = listed(inner if inner.is_dir() else directory)
+    for path in best_of({path: read_facts(path) for path in paths}):
         try:
             return read(path)
         except (Damaged, OSError) as error:
             warn(f"checkpoint {path} cannot be read ({error}); trying the next best")
-    how = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"
-    raise UserError(f"{label}: no checkpoint of an epoch that was evaluated: {how}")
+    remedy = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"
+    raise UserError(f"{label}: no checkpoint of an epoch that was evaluated: {remedy}")

@@ -44,7 +44,7 @@ class Resume:
         self.lock: files.Lock | None = None
         self._asked: Facts = {}  # the flags as they were given, before `auto` was decided
         self._warnings: list[str] = []
-        self._found: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until training begins
+        self._content: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until training begins
         if engine.rank == 0:
             try:
                 self._open()
@@ -62,13 +62,13 @@ class Resume:
         if resume == "auto" and self.directory is not None:
             from hvdtrain.training import reading
 
-            self._found = reading.newest(self.directory, self._warn)
-            self.continues = self._found is not None
+            self._content = reading.newest(self.directory, self._warn)
+            self.continues = self._content is not None
         elif isinstance(resume, Path):
             from hvdtrain.training import reading
 
-            self._found = reading.find(resume, f"--resume {resume}", self._warn)
-        if self._found is None and self._warnings:
+            self._content = reading.find(resume, f"--resume {resume}", self._warn)
+        if self._content is None and self._warnings:
             self._warn("no checkpoint is valid: training starts from the beginning")
 
     def _open_to_evaluate(self, evaluate: Path | str) -> None:
@@ -78,16 +78,16 @@ class Resume:
 
         output_dir = self._flags.output_dir
         if output_dir is not None and (output_dir / "checkpoints").exists():
-            how = "name another one for the record of the evaluation, or leave it out"
-            raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {how}")
+            remedy = "name another one for the record of the evaluation, or leave it out"
+            raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {remedy}")
         with remote.local(evaluate, "--evaluate", self._warn) as path:
-            self._found = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
+            self._content = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
 
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
         if os.path.islink(directory):  # noqa: PTH114 (Path's own raises where the name is too long)
-            how = "give the real directory with --output-dir"
-            raise UserError(f"{directory} is a symbolic link, which is not followed: {how}")
+            remedy = "give the real directory with --output-dir"
+            raise UserError(f"{directory} is a symbolic link, which is not followed: {remedy}")
         output_dir = directory.parent
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -96,15 +96,15 @@ class Resume:
             with contextlib.suppress(FileNotFoundError):
                 (directory / LONGEST_NAME).lstat()  # a path may have 4,096 bytes, which no first checkpoint should tell
             if not self.lock.works:
-                said = "its file system has no locks, so another host's run there is noticed at a checkpoint only"
-                lines.warn(f"--output-dir {output_dir}: {said}")
+                message = "its file system has no locks, so another host's run there is noticed at a checkpoint only"
+                lines.warn(f"--output-dir {output_dir}: {message}")
         except TimeoutError:
-            said = f"another run writes to {output_dir}: wait for it, or name another --output-dir"
-            raise UserError(said) from None
+            message = f"another run writes to {output_dir}: wait for it, or name another --output-dir"
+            raise UserError(message) from None
         except OSError as error:
             which = f"{directory}: {error.strerror}" if self.lock is not None else error.strerror
-            how = "name another directory, or free some space"
-            raise UserError(f"--output-dir {output_dir} cannot be written ({which}): {how}") from error
+            remedy = "name another directory, or free some space"
+            raise UserError(f"--output-dir {output_dir} cannot be written ({which}): {remedy}") from error
         files.remove_partial(directory)
 
     def release(self) -> None:
@@ -122,7 +122,7 @@ class Resume:
         """Return the position in training, on every rank. A collective."""
         self._asked = self._flags.given()
         self.typed = {name: contents.plain(value) for name, value in self._flags.typed.items()}
-        shared = self._found[0] if self._found is not None else None
+        shared = self._content[0] if self._content is not None else None
         self.facts = self.engine.broadcast_object(shared, "checkpoint.facts")
         if self.facts is None:
             return TrainState()
@@ -142,11 +142,11 @@ class Resume:
         """Return what is restored; None in a new run."""
         if self.facts is None:
             return None
-        return Content(self.facts, self._found[1] if self._found is not None else None)
+        return Content(self.facts, self._content[1] if self._content is not None else None)
 
     def forget(self) -> None:
         """Free the loaded checkpoint."""
-        self._found = None
+        self._content = None
 
     # ---- whether it matches
 
@@ -173,11 +173,11 @@ class Resume:
             return
         if unlike and self.continues:
             self.release()
-            how = "give the same, or another --output-dir, or --resume never"
-            raise UserError(f"{self.directory} holds a run with different flags ({in_words(unlike)}): {how}")
+            remedy = "give the same, or another --output-dir, or --resume never"
+            raise UserError(f"{self.directory} holds a run with different flags ({in_words(unlike)}): {remedy}")
         if unlike:
-            said = f"the checkpoint was written with different flags ({in_words(unlike)})"
-            self._warn(f"{said}: continued with those given now")
+            message = f"the checkpoint was written with different flags ({in_words(unlike)})"
+            self._warn(f"{message}: continued with those given now")
 
     def require_choices(self, chosen: Facts) -> None:
         """On rank 0, compare what the program has chosen for optimizers and schedulers with what the checkpoint's had.
@@ -191,10 +191,10 @@ class Resume:
             return
         if self.continues and not self.lengthened and self.facts["world_size"] == self.engine.size:
             self.release()
-            how = "give the same, or another --output-dir, or --resume never"
-            raise UserError(f"{self.directory} holds a run with different settings ({in_words(unlike)}): {how}")
-        said = f"the program has other settings than the checkpoint ({in_words(unlike)})"
-        self._warn(f"{said}: those of the checkpoint are kept")
+            remedy = "give the same, or another --output-dir, or --resume never"
+            raise UserError(f"{self.directory} holds a run with different settings ({in_words(unlike)}): {remedy}")
+        message = f"the program has other settings than the checkpoint ({in_words(unlike)})"
+        self._warn(f"{message}: those of the checkpoint are kept")
 
     def require_samples(self, source: Input) -> None:
         """Raise UserError on every rank if the program reads other samples than the run to resume."""
@@ -204,18 +204,19 @@ class Resume:
         there, here = self.facts["input"]["samples"], source.samples
         if there == here:
             return
-        said = f"the run was trained on {there:,} samples, and run.steps() got {here:,}"
+        message = f"the run was trained on {there:,} samples, and run.steps() got {here:,}"
         if self._flags.resume == "auto":
-            how = "give the same, or --weights FILE with another --output-dir"
-            raise UserError(f"{said}: {how}", everywhere=True)
-        self.output.say(f"warning: {said}: continued with those given now")
+            remedy = "give the same, or --weights FILE with another --output-dir"
+            raise UserError(f"{message}: {remedy}", everywhere=True)
+        self.output.say(f"warning: {message}: continued with those given now")
 
     def _require_split(self, split: int | None) -> None:
         """Raise UserError on every rank if the run to resume has trained on another part of its data set. split: of now."""
         held = (self.facts or {}).get("split")
         if self._flags.resume == "auto" and None not in (held, split) and held != split:
-            said = "the data set is split otherwise than when the run began, and samples of its test set would be trained on"
-            raise UserError(f"{said}: {SPLIT}", everywhere=True)
+            message = "the data set is split otherwise than when the run began, and samples of its test set "
+            message += "would be trained on"
+            raise UserError(f"{message}: {SPLIT}", everywhere=True)
 
     @property
     def per_epoch(self) -> int:
@@ -244,8 +245,8 @@ class Resume:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
         for name, there, here in self.lengthened:
-            how = "training continues, and a learning rate that depends on the end follows the new end"
-            self.output.say(f"{name} {here} instead of {there}: {how}")
+            remedy = "training continues, and a learning rate that depends on the end follows the new end"
+            self.output.say(f"{name} {here} instead of {there}: {remedy}")
         self.output.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
         self.output.event(
             "resume", epoch=state.epoch + 1, step=state.step, samples=state.samples, taken=state.samples_of_epoch,

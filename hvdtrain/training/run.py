@@ -72,9 +72,9 @@ class Run(Loop):
         self.engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
         with self.raising_together("output"):
             self.checkpoints.open(data)
-            self.output.open(continued=self.checkpoints.found.continues)
+            self.output.open(continued=self.checkpoints.resume.continues)
         self.metrics_logger.start(name, reason, self.flags.given())
-        self.checkpoints.found.announce(self.state)
+        self.checkpoints.resume.announce(self.state)
 
     def prepare(self, *parts: Any, find_unused_parameters: bool = False, **named: Any) -> Any:
         """Return the models and optimizers to train with, in the order given. They are the same on every rank, and restored
@@ -85,8 +85,8 @@ class Run(Loop):
         """
         self._require_running("run.prepare()")
         if self._shared is not None:
-            how = "give it all models and optimizers at once; another training, such as the next fold, is another"
-            raise UserError(f"run.prepare() was called twice: {how} training.start()")
+            remedy = "give it all models and optimizers at once; another training, such as the next fold, is another"
+            raise UserError(f"run.prepare() was called twice: {remedy} training.start()")
         if self.metrics_logger.dataset is None:
             name = Path(self.flags.program).stem
             self.describe_data(name, f"{name}'s own")
@@ -119,8 +119,10 @@ class Run(Loop):
         """
         self.prepared("run.register()")
         if self.data.input is not None:
-            how = "call it before the loop over run.epochs"
-            raise UserError(f"run.register() once training has begun, where a resumed run could not restore it: {how}")
+            remedy = "call it before the loop over run.epochs"
+            raise UserError(
+                f"run.register() once training has begun, where a resumed run could not restore it: {remedy}"
+            )
         generators = {name: what for name, what in objects.items() if is_generator(what)}
         objects = {name: what for name, what in objects.items() if name not in generators}
         for name, what in objects.items():
@@ -145,8 +147,8 @@ class Run(Loop):
         self._require_running("run.total_steps()")
         opened = self.data.open((data,))
         if not opened.per_epoch:
-            how = "write run.epochs(steps=NUMBER), and give the scheduler this number"
-            raise UserError(f"run.total_steps(): the length of a stream is not known: {how}", everywhere=True)
+            remedy = "write run.epochs(steps=NUMBER), and give the scheduler this number"
+            raise UserError(f"run.total_steps(): the length of a stream is not known: {remedy}", everywhere=True)
         return epochs * opened.plan(self.engine, self.flags, self.initial, self.state, epochs).steps_per_epoch()
 
     def gather(self, rows: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ NEAR = 0.02  # of the largest value: decoders differ by 1 or 2 of 255, other pic
 FEW, NEAR_FEW = 4, 1e-4  # of so few values, such as a target
 ALIKE = "sort the names of files and classes, and seed what is drawn before training.start()"
 Leaf = list[Any]  # JSON: kind, and values of one part of a sample
-Told = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read
+Compared = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read
 
 
 def some_of(order: torch.Tensor) -> list[int]:
@@ -32,36 +32,36 @@ def some_of(order: torch.Tensor) -> list[int]:
     return [int(order[at * len(order) // COMPARED]) for at in range(min(COMPARED, len(order)))]
 
 
-def told_of(numbers: Sequence[int], read: Callable[[int], Any]) -> Told:
+def compared_of(numbers: Sequence[int], read: Callable[[int], Any]) -> Compared:
     """Return what is compared of the samples with these numbers. read: returns a sample, always under the same seed.
 
     Each is read twice: what is not the same then is random, and not compared.
     """
-    began, told = time.perf_counter(), Told()
+    began, compared = time.perf_counter(), Compared()
     for number in numbers:
         try:
             twice = [leaves(read(number)), leaves(read(number))]
         except Exception:  # training raises it, where it is needed
-            told.append(None)
+            compared.append(None)
             continue
-        told.append([one if one == other else ["random"] for one, other in zip(*twice, strict=False)])
+        compared.append([one if one == other else ["random"] for one, other in zip(*twice, strict=False)])
         if time.perf_counter() - began > SECONDS:
             break
-    return told
+    return compared
 
 
-def require_same(engine: Engine, numbers: Sequence[int], told: Told) -> None:
-    """Raise UserError on every rank if samples differ between ranks. A collective. told: of the samples `numbers`."""
+def require_same(engine: Engine, numbers: Sequence[int], compared: Compared) -> None:
+    """Raise UserError on every rank if samples differ between ranks. A collective. compared: of the samples `numbers`."""
     if engine.size == 1:
         return
-    first, *others = engine.all_gather_object(told, "samples")
+    first, *others = engine.all_gather_object(compared, "samples")
     for rank, theirs in enumerate(others, start=1):
         for number, one, other in zip(numbers, first, theirs, strict=False):
             for part, pair in enumerate(zip(one or (), other or (), strict=False), start=1):
                 if not same(*pair):
                     values = f"{in_words(pair[0])} on rank 0, and {in_words(pair[1])} on rank {rank}"
-                    said = f"ranks have different data: part {part} of sample {number} is {values}"
-                    raise UserError(f"{said}: {ALIKE}", everywhere=True)
+                    message = f"ranks have different data: part {part} of sample {number} is {values}"
+                    raise UserError(f"{message}: {ALIKE}", everywhere=True)
 
 
 def leaves(sample: Any) -> list[Leaf]:
@@ -83,15 +83,15 @@ def leaf_of(value: Any) -> Leaf:
         import numpy
 
         array = value.detach().cpu() if isinstance(value, torch.Tensor) else numpy.asarray(value)
-        found = torch.as_tensor(array)
-        found = found.to_dense() if found.layout is not torch.strided else found.resolve_conj()
-        found = torch.view_as_real(found) if found.is_complex() else found
+        tensor = torch.as_tensor(array)
+        tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor.resolve_conj()
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     except Exception:  # another object
         return ["other", type(value).__name__]
-    flat = found.reshape(-1)
+    flat = tensor.reshape(-1)
     chosen = flat[torch.linspace(0, max(len(flat) - 1, 0), min(VALUES, len(flat))).long()] if len(flat) else flat
-    exact = not found.is_floating_point() and len(flat) <= EXACT
-    return ["exact" if exact else "near", chosen.double().tolist(), list(found.shape)]
+    exact = not tensor.is_floating_point() and len(flat) <= EXACT
+    return ["exact" if exact else "near", chosen.double().tolist(), list(tensor.shape)]
 
 
 def same(one: Leaf, other: Leaf) -> bool:

@@ -31,25 +31,25 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]
 
 def of_each_rank(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the floating-point buffers of all models, by unique names: each rank has its own."""
-    found, known = {}, set[int]()
+    own, known = {}, set[int]()
     for prefix, model in zip(prefixes(models), models, strict=True):
         for name, buffer in persistent_buffers(model):
             if buffer is None or not buffer.is_floating_point() or buffer.layout is not torch.strided:
                 continue
             if id(buffer) not in known:
                 known.add(id(buffer))
-                found[prefix + name] = buffer
-    return found
+                own[prefix + name] = buffer
+    return own
 
 
 def statistics_of(registered: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return the running statistics in each registered module that has some: statistics.NAME, and their names."""
-    found = {}
+    by_name = {}
     for name, module in registered.items():
         if isinstance(module, nn.Module) and (statistics := {id(one) for one in running_statistics([module])}):
             named = module.named_buffers()
-            found[f"statistics.{name}"] = {own_name(one): buffer for one, buffer in named if id(buffer) in statistics}
-    return found
+            by_name[f"statistics.{name}"] = {own_name(one): buffer for one, buffer in named if id(buffer) in statistics}
+    return by_name
 
 
 def shapes(module: nn.Module) -> Shapes:
@@ -111,9 +111,9 @@ class Buffers(Part):
     def _late(self) -> dict[str, list[Late]]:
         """Return the buffers that were made while training, by module. A collective: ranks must have the same."""
         late = {name: changed(module, self._shapes[name]) for name, module in self._modules.items()}
-        late = {name: found for name, found in late.items() if found}
-        how = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
-        self._engine.require_equal("the shapes of buffers that were made while training", late, how)
+        late = {name: buffers for name, buffers in late.items() if buffers}
+        remedy = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
+        self._engine.require_equal("the shapes of buffers that were made while training", late, remedy)
         return late
 
     def restore(self, content: Content) -> None:
@@ -133,8 +133,8 @@ class Buffers(Part):
         ranks, there = content.facts["own"].get(name, (0, {}))
         here = {one: list(tensor.shape) for one, tensor in tensors.items()}
         if unlike := [one for one in {**there, **here} if there.get(one) != here.get(one)]:
-            how = f"{unlike[0]} is not the same buffer in both: check --model"
-            raise UserError(f"the checkpoint does not match the model: {how}", everywhere=True)
+            remedy = f"{unlike[0]} is not the same buffer in both: check --model"
+            raise UserError(f"the checkpoint does not match the model: {remedy}", everywhere=True)
         if not there:
             return
         ordered = [tensors[one] for one in there]

@@ -52,7 +52,7 @@ def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
 
 def _lengths(state: Mapping[str, Any]) -> list[object]:
     """Return all lengths in a scheduler's state_dict, also those of the schedulers within, and their milestones."""
-    found = [state[name] for name in (*LENGTH.values(), "num_training_steps", "_milestones") if name in state]
+    lengths = [state[name] for name in (*LENGTH.values(), "num_training_steps", "_milestones") if name in state]
     for inner in (*state.get("_schedulers", []), *state.get("lr_lambdas", [])):
-        found += _lengths(inner) if isinstance(inner, Mapping) else []
-    return found
+        lengths += _lengths(inner) if isinstance(inner, Mapping) else []
+    return lengths

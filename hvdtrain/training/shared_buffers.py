@@ -35,7 +35,7 @@ class SharedBuffers:
         self._shared_at: object = None
         self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by id: buffers, and copies of what this rank had in them
         self._unlike: list[str] = []  # of other buffers: those that differed between ranks when that was first noticed
-        self._told = False
+        self._warned = False
 
     def share(self, position: object, registered: Sequence[nn.Module]) -> None:
         """Make the buffers the same on all ranks, for an evaluation. A collective.
@@ -85,12 +85,12 @@ class SharedBuffers:
 
     def warning(self) -> str | None:
         """Return, once, what to tell the author about buffers that differed between ranks; None: nothing."""
-        if self._told or not self._unlike:
+        if self._warned or not self._unlike:
             return None
-        self._told = True
+        self._warned = True
         more = f" and {len(self._unlike) - 1} others differ" if len(self._unlike) > 1 else " differs"
-        said = f"the buffer {self._unlike[0]}{more} between ranks, and rank 0's is evaluated and saved"
-        return f"warning: {said}: let it follow the rows of all ranks, run.gather(rows)"
+        message = f"the buffer {self._unlike[0]}{more} between ranks, and rank 0's is evaluated and saved"
+        return f"warning: {message}: let it follow the rows of all ranks, run.gather(rows)"
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

@@ -22,10 +22,10 @@ def open_input(
         if kind.takes(what):
             return kind.opened(engine, what, seed, batch_size, output)
     names = ", ".join(type(part).__name__ for part in data) or "nothing"
-    how = "give it tensors, a number of samples, or a DataLoader"
+    remedy = "give it tensors, a number of samples, or a DataLoader"
     if isinstance(what, (list, tuple)) and any(isinstance(part, DataLoader) for part in what):
-        how = 'several data sets go in a dictionary, run.steps({"a": ..., "b": ...})'
-    raise UserError(f"run.steps got {names}: {how}")
+        remedy = 'several data sets go in a dictionary, run.steps({"a": ..., "b": ...})'
+    raise UserError(f"run.steps got {names}: {remedy}")
 
 
 def evaluation_batches(kinds: Sequence[Kind], engine: Engine, data: Any, seed: int) -> Iterator[Batch]:

@@ -55,8 +55,8 @@ class TrainingBlock:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Python's own questions, such as those of copy and pickle
             raise AttributeError(name)
-        how = "write `with training.start(flags) as run:`"
-        raise UserError(f"run.{name} of a training that was not started: {how}", everywhere=True)
+        remedy = "write `with training.start(flags) as run:`"
+        raise UserError(f"run.{name} of a training that was not started: {remedy}", everywhere=True)
 
 
 def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> TrainingBlock:
@@ -216,7 +216,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     with contextlib.suppress(OSError):  # there is no directory for temporary files
         leftovers.sweep()  # of the attempts before; also where no sample is left, and no DataLoader worker starts
     compile_cache.use_private()  # for a program that calls torch.compile itself
-    state = checkpoints.found.begin()
+    state = checkpoints.resume.begin()
     flags.compression = precision.choose_compression(engine, flags.compression)
     flags.amp = precision.choose_amp(engine, flags.amp)
     if flags.gradient_predivide_factor is None:
@@ -228,8 +228,8 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
 
     def stopped(reason: str) -> None:
         output.event("stop", reason=reason)
-        how = "nothing to save: run the same command again"
-        output.say(f"stopped by {reason}, before the first step was finished; {how}")
+        remedy = "nothing to save: run the same command again"
+        output.say(f"stopped by {reason}, before the first step was finished; {remedy}")
 
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
@@ -239,9 +239,11 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         run = kind_of_run(flags)(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
-        if checkpoints.found.continues and flags.output_dir in finished:
-            how = "another training, such as the next fold, needs an --output-dir of its own"
-            run.say(f"warning: this process has trained into {flags.output_dir} before, and continues that run: {how}")
+        if checkpoints.resume.continues and flags.output_dir in finished:
+            remedy = "another training, such as the next fold, needs an --output-dir of its own"
+            run.say(
+                f"warning: this process has trained into {flags.output_dir} before, and continues that run: {remedy}"
+            )
         with carried_out(run, end_mirror):
             with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
                 yield run

@@ -44,8 +44,8 @@ def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         if optimizer in prepared.pending:
-            how = "leave it out, gradients are cleared before each step"
-            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {how}")
+            remedy = "leave it out, gradients are cleared before each step"
+            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {remedy}")
         prepared.zero_grads[optimizer]()
 
     def add_param_group(*_: object) -> None:
@@ -53,8 +53,8 @@ def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
 
     def before_step(*_: object) -> None:
         if not prepared.updating:
-            how = "write step.update() after the loop over step.batches()"
-            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {how}")
+            remedy = "write step.update() after the loop over step.batches()"
+            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {remedy}")
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
@@ -182,11 +182,11 @@ class Step:
         """
         loaded = [self._load(i) for i in range(len(self._planned.batches))]
         own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
-        if wrong := [found for found, _ in own if found.numel() != 1]:
-            how = "return their number in the micro-batch, such as a sum"
-            raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {how}")
+        if wrong := [amount for amount, _ in own if amount.numel() != 1]:
+            remedy = "return their number in the micro-batch, such as a sum"
+            raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
         mine = torch.tensor(
-            [sum(float(found) for found, _ in own), sum(count for _, count in own)], dtype=torch.float64
+            [sum(float(amount) for amount, _ in own), sum(count for _, count in own)], dtype=torch.float64
         )
         total, count = self._shared.prepared.group.sum(mine, "step.per_sample").tolist()
         return total / count if count else 0.0
@@ -369,8 +369,8 @@ class Step:
         """Turn the gradients of means over the planned samples into those of means over what was counted. A collective."""
         if self.items is not None and self.items.given:
             if self._uncounted:
-                how = "give it in all, or in none"
-                raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {how}")
+                remedy = "give it in all, or in none"
+                raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {remedy}")
             self.items.divide()
         elif self._input.may_leave_out:
             planned = sum(batch.local_count for batch in self._planned.batches)

@@ -148,9 +148,9 @@ class Stopping:
     def _hear_signals(self) -> None:
         """Hear stop signals again that the program has reset, and say which it handles itself now."""
         if handled := self.monitor.signals.regain():
-            how = "leave them to hvdtrain, or send another one, such as SIGUSR1"
+            remedy = "leave them to hvdtrain, or send another one, such as SIGUSR1"
             self.output.say(
-                f"warning: the program handles {', '.join(handled)} itself, so it does not save and stop: {how}"
+                f"warning: the program handles {', '.join(handled)} itself, so it does not save and stop: {remedy}"
             )
 
     # ---- the end

@@ -10,7 +10,7 @@ from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import Batch, Input, Kind
-from hvdtrain.training.sameness import require_same, some_of, told_of
+from hvdtrain.training.sameness import compared_of, require_same, some_of
 
 
 class Indices(Input):
@@ -41,8 +41,8 @@ class Tensors(Input):
     def require_unchanged(self, epoch: int) -> None:
         if not self._compared and self._engine.size > 1:
             numbers = some_of(self.order(self._plan.seed, epoch))
-            told = told_of(numbers, lambda number: [tensor[number] for tensor in self.tensors])
-            require_same(self._engine, numbers, told)
+            compared = compared_of(numbers, lambda number: [tensor[number] for tensor in self.tensors])
+            require_same(self._engine, numbers, compared)
         self._compared = True
 
     def load(self, planned: PlannedBatch) -> Batch:
@@ -68,8 +68,8 @@ def open_tensors(engine: Engine, data: Any, *_: object) -> Tensors:
         raise UserError(f"run.steps got tensors of {lengths} samples: give equal lengths")
     for tensor in tensors:
         if tensor.device.type not in ("cpu", engine.device.type):
-            how = "use run.to_device(...)"
-            raise UserError(f"run.steps got a tensor on {tensor.device}, and ranks are on {engine.device}: {how}")
+            remedy = "use run.to_device(...)"
+            raise UserError(f"run.steps got a tensor on {tensor.device}, and ranks are on {engine.device}: {remedy}")
     return Tensors(engine, tensors)
 
 

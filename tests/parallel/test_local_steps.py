@@ -143,7 +143,7 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits(engine, stop, s
                 time.sleep(0.01)
 
     def end(run, net, optimizer):
-        ended.append(run.checkpoints.found.facts["state"]["step"])  # of the checkpoint from which it was resumed
+        ended.append(run.checkpoints.resume.facts["state"]["step"])  # of the checkpoint from which it was resumed
 
     whole = train(engine, *LOCAL)
     again = (*LOCAL, "--output-dir", shared_directory)

@@ -216,9 +216,9 @@ def go_on(directory: Path, engine: SerialEngine, resume: Path | None = None) -> 
     quiet = run_output.RunOutput(engine, None, progress=False)
     checkpoints = Checkpoints(engine, flags, {}, quiet)
     try:
-        state = checkpoints.found.begin()
+        state = checkpoints.resume.begin()
         checkpoints.open({"dataset": "digits", "train_samples": 128})
-        checkpoints.found.announce(state)
+        checkpoints.resume.announce(state)
         checkpoints.restore(prepare(engine, engine, flags, [model, optimizer], ["", ""], 1, False))
         return state
     finally:

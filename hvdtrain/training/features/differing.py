@@ -64,8 +64,8 @@ class Differing(Feature, Part):
         unlike = [name for name in states if any(theirs.get(name) != everyone[0][name] for theirs in everyone)]
         if unlike:
             own = {name: {"state": states[name][1]} for name in unlike}
-            told, rows = engine.all_gather_nested(own, "checkpoint.differing")
-            content.tensors |= {"differing": contents.encoded(told), "differing.rows": rows}
+            packed, rows = engine.all_gather_nested(own, "checkpoint.differing")
+            content.tensors |= {"differing": contents.encoded(packed), "differing.rows": rows}
 
     def restore(self, content: Content) -> None:
         engine, tensors, saved = self._run.engine, content.tensors, None
@@ -73,11 +73,11 @@ class Differing(Feature, Part):
             saved = (contents.decoded(tensors["differing"]), tensors["differing.rows"])
         if not engine.broadcast_object(saved is not None, "checkpoint.differing.any"):
             return
-        told, rows = engine.broadcast_nested(saved, "checkpoint.differing")
-        if len(told) == engine.size:
-            self._own = unflattened(told[engine.rank]["value"], rows[engine.rank])
+        packed, rows = engine.broadcast_nested(saved, "checkpoint.differing")
+        if len(packed) == engine.size:
+            self._own = unflattened(packed[engine.rank]["value"], rows[engine.rank])
         else:
-            names = ", ".join(told[0]["value"])
+            names = ", ".join(packed[0]["value"])
             self._run.say(f"each rank had its own {names}: on another number of ranks, all begin with rank 0's")
 
     def registered(self, objects: Mapping[str, Any]) -> None:

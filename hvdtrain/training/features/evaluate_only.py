@@ -62,8 +62,10 @@ class EvaluationRun(Run):
         if rows is None:  # of another evaluation, such as that of the training set
             return
         if self._predicted:
-            how = "call run.predict in one of them"
-            raise UserError(f"--predict: two evaluations have predicted, and there is one file: {how}", everywhere=True)
+            remedy = "call run.predict in one of them"
+            raise UserError(
+                f"--predict: two evaluations have predicted, and there is one file: {remedy}", everywhere=True
+            )
         self._predicted = True
         with self.raising_together("predictions"), self.alone():
             if self.rank == 0:
@@ -72,11 +74,11 @@ class EvaluationRun(Run):
 
     def finish(self, warn_of: Iterable[str] = ()) -> None:
         if not self._evaluated:
-            how = "write `with run.evaluating(...):` in the loop over run.epochs, or after it"
-            raise UserError(f"--evaluate: this program has evaluated nothing: {how}", everywhere=True)
+            remedy = "write `with run.evaluating(...):` in the loop over run.epochs, or after it"
+            raise UserError(f"--evaluate: this program has evaluated nothing: {remedy}", everywhere=True)
         if self.flags.predict is not None and not self._predicted:
-            how = "write run.predict(predicted=...) beside run.record in its evaluation"
-            raise UserError(f"--predict: this program has predicted nothing: {how}", everywhere=True)
+            remedy = "write run.predict(predicted=...) beside run.record in its evaluation"
+            raise UserError(f"--predict: this program has predicted nothing: {remedy}", everywhere=True)
         super().finish(warn_of)
 
     def leave_loop(self) -> None:

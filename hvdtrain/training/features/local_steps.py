@@ -156,8 +156,8 @@ class LocalSteps(Feature, Part):
         return [part.view_as(change) for part, change in zip(mean.split(sizes), changes, strict=True)]
 
     def _raise_not_finite(self, finite: bool, step: int) -> None:
-        found = self._engine.all_gather_object(finite, "exchange.finite")
-        ranks = " and ".join(self._name_of(rank) for rank, sound in enumerate(found) if not sound)
+        culprits = self._engine.all_gather_object(finite, "exchange.finite")
+        ranks = " and ".join(self._name_of(rank) for rank, sound in enumerate(culprits) if not sound)
         who = f"the weights of {ranks} are" if ranks else "each rank's weights are finite, but their sum over ranks is"
         raise Failure(f"exchange after step {step}: {who} not finite: start again with a lower --lr or --outer-lr")
 
@@ -204,18 +204,18 @@ class LocalSteps(Feature, Part):
             if own["scaler"]:
                 prepared.scaler.load_state_dict(own["scaler"])
         else:
-            how = f"each of {engine.size} ranks begins with the optimizer state of rank 0"
+            remedy = f"each of {engine.size} ranks begins with the optimizer state of rank 0"
             unlike = facts["world_size"] != engine.size
             why = f"of {facts['world_size']} ranks" if unlike else "because other ranks shared a host"
-            self._run.say(f"--sync-every {self._exchange_steps}: {how}, {why}")
+            self._run.say(f"--sync-every {self._exchange_steps}: {remedy}, {why}")
         self._restore_momentum(tensors, facts["outer"])
 
     def _restore_momentum(self, tensors: Mapping[str, Tensor] | None, names: Sequence[str]) -> None:
         """Restore the momenta. A collective. tensors: of the checkpoint, on rank 0. names: in its order."""
         flat = self._momentum().cpu()
         if sorted(names) != sorted(self._names()):
-            how = "other parameters were trained: check --model"
-            raise UserError(f"the checkpoint does not match the model: {how}", everywhere=True)
+            remedy = "other parameters were trained: check --model"
+            raise UserError(f"the checkpoint does not match the model: {remedy}", everywhere=True)
         if tensors is not None:
             flat.copy_(tensors["outer.momentum"])
         self._engine.broadcast_(flat, "checkpoint.momentum")

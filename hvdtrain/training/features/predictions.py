@@ -33,16 +33,16 @@ class Predictions:
                 raise UserError("run.predict(index=...): the file's own column has this name: give another one")
             # In the file, a program for tables would take "=cmd" for a formula.
             if not NAME.fullmatch(name):
-                how = "begin with a letter or a digit, and use no control characters"
-                raise UserError(f"run.predict() got a value named {name!r}: {how}")
+                remedy = "begin with a letter or a digit, and use no control characters"
+                raise UserError(f"run.predict() got a value named {name!r}: {remedy}")
             if not isinstance(value, Tensor) or not value.ndim:
                 raise UserError(f"run.predict({name}=...): give a tensor with a row for each sample")
             rows = self._indices.setdefault(name, [])
             done = sum(map(len, rows)) if self._whole else 0
             rows.append(indices[done : done + len(value)] if self._whole else indices)
             if len(value) != len(rows[-1]):
-                said = f"has {len(value)} rows for {len(rows[-1])} samples"
-                raise UserError(f"run.predict({name}=...) {said}: give a row for each sample of the batch")
+                message = f"has {len(value)} rows for {len(rows[-1])} samples"
+                raise UserError(f"run.predict({name}=...) {message}: give a row for each sample of the batch")
             own = value.detach().cpu()
             if own.dtype in (torch.float16, torch.bfloat16):
                 own = own.float()
@@ -64,9 +64,9 @@ class Predictions:
         if known is None:
             return None
         if name := next((name for _, _, name in everyone if name), None):
-            how = "give each value in every batch"
+            remedy = "give each value in every batch"
             raise UserError(
-                f"run.predict({name}=...) is not for the samples of the other values: {how}", everywhere=True
+                f"run.predict({name}=...) is not for the samples of the other values: {remedy}", everywhere=True
             )
         if any(theirs not in ({}, known) for _, theirs, _ in everyone):
             raise UserError(

@@ -74,8 +74,8 @@ class Profile(Feature):
         except (OSError, RuntimeError) as error:
             lines.warn(f"rank {self.engine.rank} has no profile ({error}): training continues")
             return
-        said = f"profile: steps {self._first} to {self._first + steps - 1}, a file per rank: {path.parent}"
-        self.output.say(f"{said} (open one at ui.perfetto.dev)")
+        message = f"profile: steps {self._first} to {self._first + steps - 1}, a file per rank: {path.parent}"
+        self.output.say(f"{message} (open one at ui.perfetto.dev)")
         self.output.event("profile", first_step=self._first, steps=steps, directory=path.parent.name)
 
     def close(self, *, failed: bool) -> None:

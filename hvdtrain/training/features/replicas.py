@@ -39,14 +39,16 @@ def compare(
     unlike = [rank for rank, row in zip(engine.ranks(), rows, strict=True) if tuple(row.tolist()) != usual]
     first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
     who = " and ".join(map(name_of, unlike))
-    said = f"{who} has different weights than the other ranks"
+    message = f"{who} has different weights than the other ranks"
     if votes * 2 <= engine.size:
-        how = f"{who} differs from the other ranks"
-        said = f"the weights differ between ranks, and no majority says which are right ({how})"
+        remedy = f"{who} differs from the other ranks"
+        message = f"the weights differ between ranks, and no majority says which are right ({remedy})"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
-    how = "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
-    said += f": first in {names[first]}, {since}: {how}"
-    raise Failure(said, everywhere=everywhere)
+    remedy = (
+        "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
+    )
+    message += f": first in {names[first]}, {since}: {remedy}"
+    raise Failure(message, everywhere=everywhere)
 
 
 class Replicas(Feature, Part):

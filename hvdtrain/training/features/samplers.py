@@ -43,9 +43,9 @@ class Drawn:
                 kind = type(part).__name__
                 raise UserError(f"the DataLoader has a {kind}: leave it out, the samples are sharded for you")
             if isinstance(part, WeightedRandomSampler) and len(part.weights) != self._count:
-                how = "give it one for each sample, as in weights[labels]"
+                remedy = "give it one for each sample, as in weights[labels]"
                 raise UserError(
-                    f"the WeightedRandomSampler has {len(part.weights)} weights for {self._count} samples: {how}"
+                    f"the WeightedRandomSampler has {len(part.weights)} weights for {self._count} samples: {remedy}"
                 )
         first, again = self._draw(0), self._draw(0)
         if len(first) != len(again) or not all(map(torch.equal, first, again)):
@@ -61,17 +61,17 @@ class Drawn:
 
     def require_equal(self, digest: int) -> None:
         """Raise UserError on every rank if they have drawn other orders. A collective."""
-        how = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
-        self._engine.require_equal(f"the order that {self._kind} draws", digest, how)
+        remedy = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
+        self._engine.require_equal(f"the order that {self._kind} draws", digest, remedy)
 
     def batches(self, seed: int, epoch: int) -> list[Tensor]:
         """Return the batches of `epoch`, each int64 [b]. seed: ignored; the one given to the constructor is used."""
         if epoch not in self._drawn:  # the epoch of the step, and the next one, for which workers read ahead
             drawn = self._draw(epoch)
             if (count := sum(map(len, drawn))) != self.samples:
-                said = f"draws {count} samples in epoch {epoch + 1}, and {self.samples} in the first"
+                message = f"draws {count} samples in epoch {epoch + 1}, and {self.samples} in the first"
                 raise UserError(
-                    f"the DataLoader's {self._kind} {said}: draw as many in each, or write run.steps(..., changes=True)",
+                    f"the DataLoader's {self._kind} {message}: draw as many in each, or write run.steps(..., changes=True)",
                     everywhere=True,
                 )
             self._drawn = {known: held for known, held in self._drawn.items() if known >= epoch - 1}
@@ -94,20 +94,20 @@ class Drawn:
             drawn = self._to_the_end()
         try:
             batches = drawn if self._in_batches else [drawn]
-            found = [
+            order = [
                 torch.tensor([int(index) for index in batch], dtype=torch.int64) for batch in batches if len(batch)
             ]
         except (TypeError, ValueError) as error:
             what = "lists of indices" if self._in_batches else "indices"
-            how = "write batch_sampler= for one that draws lists, and sampler= for one that draws indices"
+            remedy = "write batch_sampler= for one that draws lists, and sampler= for one that draws indices"
             raise UserError(
-                f"the DataLoader's {self._kind} draws something else than {what} ({error}): {how}"
+                f"the DataLoader's {self._kind} draws something else than {what} ({error}): {remedy}"
             ) from error
-        for indices in found:
+        for indices in order:
             if len(wrong := indices[(indices < -self._count) | (indices >= self._count)]):
-                said = f"draws the index {int(wrong[0])}, and the data set has {self._count} samples"
-                raise UserError(f"the DataLoader's {self._kind} {said}: make it for this data set")
-        return found
+                message = f"draws the index {int(wrong[0])}, and the data set has {self._count} samples"
+                raise UserError(f"the DataLoader's {self._kind} {message}: make it for this data set")
+        return order
 
     def _to_the_end(self) -> list[Any]:
         """Return what the sampler draws in an epoch. Raises UserError if it does not end."""
@@ -118,9 +118,9 @@ class Drawn:
         most = max(ENDLESS, 10 * self._count, 10 * length)
         drawn = list(islice(iter(self._sampler), most + 1))
         if len(drawn) > most:
-            said = f"draws more than {most:,} times in an epoch of {self._count:,} samples, as one without an end"
-            how = "let it end after an epoch, and give the number of steps to run.epochs(steps=NUMBER)"
-            raise UserError(f"the DataLoader's {self._kind} {said}: {how}")
+            message = f"draws more than {most:,} times in an epoch of {self._count:,} samples, as one without an end"
+            remedy = "let it end after an epoch, and give the number of steps to run.epochs(steps=NUMBER)"
+            raise UserError(f"the DataLoader's {self._kind} {message}: {remedy}")
         return drawn
 
 

@@ -39,18 +39,18 @@ def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None
 
     Raises UserError for OneCycleLR, which has no meaning with another length. epochs: None if the length is given in steps.
     """
-    found = []
+    warnings = []
     for name, scheduler in registered.items():
         length = length_of(scheduler)
         if length is None or length in (steps, epochs):
             continue
         run = f"{steps} steps" + (f" in {epochs} epochs" if epochs is not None else "") + " over all ranks"
-        how = f"give it run.total_steps(data, {epochs})" if epochs is not None else f"give it {steps}"
-        line = f"{name}: {type(scheduler).__name__} is made for {length} steps, and this run has {run}: {how}"
+        remedy = f"give it run.total_steps(data, {epochs})" if epochs is not None else f"give it {steps}"
+        line = f"{name}: {type(scheduler).__name__} is made for {length} steps, and this run has {run}: {remedy}"
         if isinstance(scheduler, lr_scheduler.OneCycleLR):
             raise UserError(line, everywhere=True)
-        found.append(line)
-    return found
+        warnings.append(line)
+    return warnings
 
 
 def positions(registered: Mapping[str, Any], steps: int) -> dict[str, int]:
@@ -66,14 +66,14 @@ def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) ->
     for name, position in before.items():
         times = int(registered[name].last_epoch) - position
         if times != 1:
-            said = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
-            how = f"call {name}.step() once, after step.update()"
-            raise UserError(f"{said}, and was stepped {times} times in one of them: {how}")
+            message = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
+            remedy = f"call {name}.step() once, after step.update()"
+            raise UserError(f"{message}, and was stepped {times} times in one of them: {remedy}")
 
 
 def require_registered(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:
     """Raise UserError if a scheduler of one of `optimizers` is not registered: a resumed run would begin it again."""
     known = [what.optimizer for what in registered.values() if isinstance(what, lr_scheduler.LRScheduler)]
     if any(is_scheduled(optimizer) and not any(optimizer is one for one in known) for optimizer in optimizers):
-        how = "after run.prepare, write run.register(scheduler=scheduler)"
-        raise UserError(f"a learning rate scheduler is not registered, so a resumed run would begin it again: {how}")
+        remedy = "after run.prepare, write run.register(scheduler=scheduler)"
+        raise UserError(f"a learning rate scheduler is not registered, so a resumed run would begin it again: {remedy}")

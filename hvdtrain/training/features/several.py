@@ -109,23 +109,23 @@ def part_of_step(
 ) -> Part:
     """Return the input of one of several data sets. first: it determines the epochs. Raises UserError."""
     if is_stream(what):
-        how = "make one stream of both"
-        raise UserError(f"run.steps: {name!r} is a stream, and goes with other data in a step: {how}")
+        remedy = "make one stream of both"
+        raise UserError(f"run.steps: {name!r} is a stream, and goes with other data in a step: {remedy}")
     ratio = 1
     if isinstance(what, DataLoader):
         if what.batch_size is None:
-            how = "give it a sampler, or batch_size"
-            raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {how}")
+            remedy = "give it a sampler, or batch_size"
+            raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {remedy}")
         if not first and what.drop_last:
-            how = "leave it out, its last batch is filled from its next epoch"
-            raise UserError(f"run.steps: {name!r} has drop_last=True: {how}")
+            remedy = "leave it out, its last batch is filled from its next epoch"
+            raise UserError(f"run.steps: {name!r} has drop_last=True: {remedy}")
         if not first and what.batch_size % batch_size:
-            how = f"give it a multiple of --batch-size {batch_size}"
-            raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {how}")
+            remedy = f"give it a multiple of --batch-size {batch_size}"
+            raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {remedy}")
         ratio = 1 if first else what.batch_size // batch_size
     elif not are_tensors(what):
-        how = "give it a DataLoader, or tensors in a tuple"
-        raise UserError(f"run.steps: {name!r} is a {type(what).__name__}: {how}")
+        remedy = "give it a DataLoader, or tensors in a tuple"
+        raise UserError(f"run.steps: {name!r} is a {type(what).__name__}: {remedy}")
     parts = what if isinstance(what, tuple) else (what,)
     source = open_input(kinds, engine, parts, seed, batch_size * ratio, None)
     if not source.per_epoch:

@@ -135,9 +135,9 @@ def state_of(what: Any) -> Any:
     try:
         return to_json(state)
     except TypeError as error:
-        how = "keep to numbers, text, tensors, and lists and dictionaries of these"
+        remedy = "keep to numbers, text, tensors, and lists and dictionaries of these"
         raise UserError(
-            f"the state_dict of {type(what).__name__} cannot be saved (it holds a {error}): {how}"
+            f"the state_dict of {type(what).__name__} cannot be saved (it holds a {error}): {remedy}"
         ) from error
 
 
@@ -278,7 +278,7 @@ class Stream(Input):
         self._first: tuple[Any, int] | None = None  # of this epoch
         self._drawn: list[Any] = []  # for the next micro-batches
         self._seen: dict[int, int] = {}  # digest of a batch -> rank: of the first batches of an epoch
-        self._said = False
+        self._announced = False
 
     def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
         self._state, self._per_step = state, initial.ranks * initial.accumulate
@@ -344,14 +344,14 @@ class Stream(Input):
             with engine.activity.during("reading data"):
                 drawn = [self._draw() if mine else None for mine in takes[rank]]
             compared = number < max(1, self._workers) and (size > 1 or self._workers > 1)
-            told = [[one[1], digest_of(one[0]) if compared else 0] if one else [0, 0] for one in drawn]
-            everyone = engine.all_gather(torch.tensor(told), "stream")  # [size, passes, 2]
+            summaries = [[one[1], digest_of(one[0]) if compared else 0] if one else [0, 0] for one in drawn]
+            everyone = engine.all_gather(torch.tensor(summaries), "stream")  # [size, passes, 2]
             counts = everyone[:, :, 0]
             self._require_different(everyone[:, :, 1].tolist())
             self._require_samples([mine[0] for mine in takes], counts)
             if not counts.any():
                 break
-            if not self._said:
+            if not self._announced:
                 self._say_what_holds()
             total, planned = int(counts.sum()), []
             for at in counts.sum(0).nonzero()[:, 0].tolist():
@@ -383,17 +383,17 @@ class Stream(Input):
                     vars(given)["dataset"] = copy.deepcopy(given.dataset)
             self._first = self._open(epoch, None, given).draw()
             if self._first is None:
-                said = f"rank {self._engine.rank} has no samples in its stream any more"
-                raise UserError(f"{said}: give it the same data")
+                message = f"rank {self._engine.rank} has no samples in its stream any more"
+                raise UserError(f"{message}: give it the same data")
         return self._first[0]
 
     def _require_samples(self, take: Sequence[bool], counts: Tensor) -> None:
         """Raise UserError on every rank if the stream of one is empty. take: whether each reads. counts: [size, passes]."""
         for rank, count in enumerate(counts.sum(1).tolist()):
             if take[rank] and not count and not self._state.samples_of_epoch:
-                how = "give each rank samples, or use fewer ranks"
-                said = f"the stream of rank {rank} has no samples in epoch {self._state.epoch + 1}"
-                raise UserError(f"{said}: {how}", everywhere=True)
+                remedy = "give each rank samples, or use fewer ranks"
+                message = f"the stream of rank {rank} has no samples in epoch {self._state.epoch + 1}"
+                raise UserError(f"{message}: {remedy}", everywhere=True)
 
     def _require_different(self, digests: Sequence[Sequence[int]]) -> None:
         """Raise UserError on every rank if ranks, or workers of a rank, begin with the same batch: they would train on the
@@ -404,19 +404,19 @@ class Stream(Input):
                 self._seen[digest] = rank
                 if other is None or (other == rank and self._workers <= 1):
                     continue
-                who, how = f"ranks {other} and {rank}", "give each rank its part, by run.rank and run.size"
+                who, remedy = f"ranks {other} and {rank}", "give each rank its part, by run.rank and run.size"
                 if other == rank:
                     who = f"the workers of rank {rank}"
-                    how = "give each worker its part, by torch.utils.data.get_worker_info()"
-                raise UserError(f"{who} read the same samples of the stream: {how}", everywhere=True)
+                    remedy = "give each worker its part, by torch.utils.data.get_worker_info()"
+                raise UserError(f"{who} read the same samples of the stream: {remedy}", everywhere=True)
 
     def _say_what_holds(self) -> None:
         """Print once what is up to the data set. Raises UserError for a state that cannot be saved."""
         assert self._reader is not None
-        self._said = True
+        self._announced = True
         if self._engine.size > 1:  # with random augmentation, batches of the same samples differ, too
-            how = "its data set must take its part, by run.rank and run.size"
-            self._output.say(f"each rank reads a stream of its own: {how}")
+            remedy = "its data set must take its part, by run.rank and run.size"
+            self._output.say(f"each rank reads a stream of its own: {remedy}")
         if self._keeps and without_state(self._reader.position()):
             lost = "a resumed run begins the epoch of this stream anew"
             self._output.say(f"{self._name} has no state_dict and load_state_dict: {lost}")

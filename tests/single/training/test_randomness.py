@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
+from hvdtrain.engines.collectives import Collectives
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.randomness import Generators
 from tests.single.training.small import Killed, N, X, Y, flags_for
@@ -135,7 +136,7 @@ def test_another_object_than_the_generator_is_refused(tmp_path):
         train(rng=random.SystemRandom())
 
 
-class Ranks:
+class Ranks(Collectives):
     """In place of an engine: what rank 0 has gathered of several ranks."""
 
     device = torch.device("cpu")
@@ -154,6 +155,9 @@ class Ranks:
 
     def broadcast_(self, tensor, name):
         pass
+
+    def all_reduce_(self, tensor, op, name):
+        raise NotImplementedError
 
 
 def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_other_seeds():

@@ -128,7 +128,7 @@ def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monke
 
     before = sorted(path.name for path in copy.rglob("*"))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "read", fail)
+        patch.setattr(reading, "read", fail)
         with pytest.raises(Failure, match=r"no checkpoint in \S+ can be read \(Input/output error\)"):
             alone(copy)
         with pytest.raises(
