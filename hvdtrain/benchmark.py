@@ -42,7 +42,8 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
-from hvdtrain.output.clock import PHASES, Clock, RankTimes
+from hvdtrain.output.clock import Clock
+from hvdtrain.output.rank_times import PHASES, RankTimes
 from hvdtrain.output.run_output import versions
 from hvdtrain.training import optim
 

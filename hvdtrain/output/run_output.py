@@ -25,8 +25,8 @@ from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.launching import processes
 from hvdtrain.output import records
-from hvdtrain.output.clock import Window
 from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.rank_times import Window
 
 if TYPE_CHECKING:
     from hvdtrain.output.progress import Display

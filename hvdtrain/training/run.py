@@ -18,15 +18,15 @@ from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.output.metric_names import require_free
 from hvdtrain.training.checkpoint import name_of
 from hvdtrain.training.checksums import require_same_on_all
+from hvdtrain.training.epochs import Epochs
 from hvdtrain.training.evaluation import Evaluations
-from hvdtrain.training.loop import Loop
 from hvdtrain.training.names import own_name
 from hvdtrain.training.preparing import prepare, refuse_replicas
 from hvdtrain.training.randomness import is_generator
 from hvdtrain.training.step import Shared, keep_in_order
 
 
-class Run(Loop):
+class Run(Epochs):
     """One training run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation."""
 
     # ---- before training

@@ -8,7 +8,7 @@ the kernel's own is never set back.
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.output.clock import set_back_peaks
+from hvdtrain.output.rank_times import set_back_peaks
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step

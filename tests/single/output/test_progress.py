@@ -16,8 +16,9 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching import processes
 from hvdtrain.output import progress as display
 from hvdtrain.output import terminal
-from hvdtrain.output.clock import Clock, RankTimes, Window, seconds_without_core, shares
+from hvdtrain.output.clock import Clock
 from hvdtrain.output.progress import Display, hint, line, remedies, slowest
+from hvdtrain.output.rank_times import RankTimes, Window, seconds_without_core, shares
 from hvdtrain.output.run_output import RunOutput, automatic
 
 FIGURES = ["loss 0.2500", "accuracy 50.0%"]
