@@ -145,20 +145,20 @@ class Checkpoints:
         with self.interval.saving():
             for part in (self.objects, *self._parts):
                 part.ready()
-            # The limit of a step: each tensor that is copied is progress.
+            # 0.0: at least the time limit of a step. Each tensor that is copied is progress, which restarts it.
             with self.engine.activity.during("checkpoint", 0.0):
                 if self.writes:
                     about = {"automatic": automatic, "best": score, "ended": ended}
                     self._save(state, source, moment, about)
                 else:
-                    self.objects.restore_settings()  # an evaluation before run.epochs was stopped
+                    self.objects.restore_settings()  # a stop in an evaluation may save before `run.epochs`
 
     def _save(self, state: TrainState, source: Input | None, moment: Moment, about: Facts) -> None:
         heartbeat = self.engine.activity.heartbeat
         content = Content(
             {"outer": [], "workers": []}, moment=moment, writes=self._writer is not None, heartbeat=heartbeat
         )
-        for part in (*self._parts, self.objects):  # the last one may fail on rank 0 alone
+        for part in (*self._parts, self.objects):  # objects last: it may fail on rank 0 alone, and others would wait
             part.save(content)
         if source is not None and (position := source.position()) is not None:
             positions = self.engine.all_gather_object(position, "checkpoint.positions")

@@ -13,7 +13,7 @@ from hvdtrain.training.contents import IMPLEMENTATION, plain
 from hvdtrain.training.state import Initial
 
 MOST_NAMED = 3  # differences listed in one message
-# Of a scheduler's state: what depends on when it was made, as does what begins with _; and what does not, although it does.
+# In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
 POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
 LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
 

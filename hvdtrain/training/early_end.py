@@ -31,7 +31,7 @@ def refused(engine: Engine, place: Callable[[], str]) -> Iterator[None]:
 
 def _refusal(name: str, whole: Callable[..., object]) -> Callable[..., object]:
     def refuse(*arguments: object, **named: object) -> object:
-        if arguments or named:  # a group of the program's own
+        if arguments or named:  # destroy_process_group(group) of the program's own group: allowed
             return whole(*arguments, **named)
         remedy = "leave it out: hvdtrain does so at the end"
         raise UserError(f"{name}() during training, which the other ranks continue: {remedy}")

@@ -35,11 +35,11 @@ class Evaluation:
         self._engine, self._data, self._loaded, self._heartbeat = engine, data, batches, heartbeat
         self.whole = batches is None  # the script has one part of a number of samples, not batches
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor | float] = {}  # sums of `count`, of the names with which it was given
+        self._counts: dict[str, Tensor | float] = {}  # by name, the sum of `count`, if that was given
         self._samples = 0  # of this rank, in the batches yielded so far
         self._in_batch = 0  # of these, in the current batch
-        self._rows: dict[str, int] = {}  # of the names given with a value for each sample: their values
-        self._rows_in_sums: dict[str, int] = {}  # samples in the batches of which a sum was given
+        self._rows: dict[str, int] = {}  # by name, the number of values that were given one for each sample
+        self._rows_in_sums: dict[str, int] = {}  # by name, the number of samples in batches of which a sum was given
         self._indices: Tensor | None = None  # of the current batch, if there is one
 
     def mine(self) -> Any:
@@ -149,7 +149,7 @@ class Evaluations:
     def _share_buffers(self, averaged: list[torch.nn.Module]) -> None:
         """Make the buffers the same on all ranks. A collective. averaged: registered modules."""
         run = self._run
-        # With weights that are averaged over ranks, those of registered modules are, too, and so are their statistics.
+        # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
         modules = averaged if run.prepared().weights_of_all is None else []
         self.buffers.share((run.state.epoch, run.state.step, run.in_steps), modules)
         if line := self.buffers.warning():

@@ -84,7 +84,9 @@ def load_registered(name: str, what: Any, state: Any) -> None:
             require_match(state, tensors_of(what), types=True)
             load_by_own_names(what, state)
         else:
-            if isinstance(what, lr_scheduler.LRScheduler):  # it takes anything, and computes with it in the next step
+            if isinstance(
+                what, lr_scheduler.LRScheduler
+            ):  # load_state_dict accepts any type, and the next step would fail
                 for key, mine in what.state_dict().items():
                     require_number(key, mine, state.get(key, mine))
             what.load_state_dict(state)
@@ -97,7 +99,7 @@ def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Call `model.load_state_dict` with the names that it has if parts of it are compiled."""
     own = {own_name(name): value for name, value in state.items()}
     here = {name: own[own_name(name)] for name in model.state_dict() if own_name(name) in own}
-    model.load_state_dict(here, strict=False)  # without what `is_extra`
+    model.load_state_dict(here, strict=False)  # strict=False: entries that `is_extra` are not in it
 
 
 def load_optimizers(
@@ -112,7 +114,7 @@ def load_optimizers(
         for optimizer, held, there in zip(optimizers, states, names, strict=True):
             here, groups = names_of(optimizer, models), []
             for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["param_groups"], strict=True):
-                # How to compute is this run's choice: the checkpoint may come from another kind of device.
+                # Settings such as `fused` are this run's: the checkpoint may come from another kind of device.
                 own = {name: mine[name] for name in (*IMPLEMENTATION, "params", "param_names") if name in mine}
                 groups.append(mine | {name: like(name, mine.get(name), value) for name, value in theirs.items()} | own)
             for number, (one, other) in enumerate(zip(here, there, strict=True)):

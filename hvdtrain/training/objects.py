@@ -48,18 +48,18 @@ class Objects(Part):
         self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
         self._of_program: Settings = []  # of the optimizers, as the program has made them
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
-        self._begun_again: list[torch.optim.Optimizer] = []  # those of which a scheduler has another length
+        self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def ready(self) -> None:
         self._prepared.require_same_groups()
 
     def save(self, content: Content) -> None:
-        self.restore_settings()  # an evaluation before run.epochs was stopped
+        self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
         if not content.writes:
             return
         models, optimizers = self._prepared.models, self._prepared.optimizers
         facts, tensors = contents.collect(models, optimizers, self.registered, content.heartbeat)
-        facts["registered_types"] |= content.facts["registered_types"]  # generators
+        facts["registered_types"] |= content.facts["registered_types"]  # those of generators (randomness.py)
         content.facts |= facts | {"scaler": self._prepared.scaler.state_dict(), "chosen": self._chosen}
         content.live |= tensors
 
@@ -91,7 +91,7 @@ class Objects(Part):
             return
         self._saved = settings_of(optimizers)
         set_settings(optimizers, self._of_program)
-        if self._resume.lengthened:  # so that a scheduler begins with the run's rate: `schedules.redone`
+        if self._resume.lengthened:  # a new scheduler, as `schedules.redone` makes one, takes this as its initial rate
             for optimizer, saved in zip(optimizers, self._saved, strict=True):
                 for group, theirs in zip(optimizer.param_groups, saved, strict=True):
                     group["lr"] = copy.deepcopy(theirs.get("initial_lr", group["lr"]))
@@ -99,7 +99,9 @@ class Objects(Part):
     def restore_settings(self, only: Sequence[torch.optim.Optimizer] | None = None) -> None:
         """Give the optimizers the checkpoint's settings. only: these, whose scheduler is registered, and has set the
         rate when it was created."""
-        for optimizer, settings in zip(self._prepared.optimizers, self._saved, strict=False):  # none in a new run
+        for optimizer, settings in zip(
+            self._prepared.optimizers, self._saved, strict=False
+        ):  # `_saved` is empty in a new run
             if only is not None and not any(optimizer is one for one in only):
                 continue
             if not any(optimizer is one for one in self._begun_again):

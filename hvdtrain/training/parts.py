@@ -30,7 +30,7 @@ class Content:
     ):  # fmt: skip
         self.facts, self.moment, self.writes, self.heartbeat = facts, moment, writes, heartbeat
         self.tensors = {} if tensors is None else tensors
-        self.live: dict[str, Tensor] = {}  # when saving: those that training goes on to change, to be copied
+        self.live: dict[str, Tensor] = {}  # when saving: tensors that the next step changes, so `snapshot` copies them
 
     @property
     def held(self) -> dict[str, Tensor] | None:

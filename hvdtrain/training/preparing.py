@@ -231,7 +231,7 @@ def prepare(
     reduction = Reduction(
         flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
     )
-    if group is not engine:  # compressed is what goes between hosts, the weights
+    if group is not engine:  # --compression then means the weights, which local_steps.py exchanges
         reduction = reduction._replace(compression="none", predivide=1.0)
     replicas = [group.distribute_model(model, reduction) for model in given]
     optimizers = [group.distribute_optimizer(optimizer, named, reduction) for optimizer in optimizers]

@@ -23,8 +23,8 @@ from hvdtrain.training import contents
 from hvdtrain.training.parts import Content, Part
 
 States = dict[str, Any]  # by the name of the generator
-Pair = tuple[States, States]  # when the epoch began, and with which its steps go on
-GLOBAL = "global "  # before the names of the global ones: no name in `Run.register`
+Pair = tuple[States, States]  # at the beginning of the epoch, and after the last step
+GLOBAL = "global "  # prefix; with a space, so that no name in `Run.register` has it
 
 
 def is_generator(what: object) -> bool:

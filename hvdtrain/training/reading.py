@@ -23,7 +23,7 @@ from hvdtrain.training.checkpoint import (
 )
 from hvdtrain.training.facts import require_sound
 
-# Its errors; the others are of the one who has named a file.
+# Of these, starting again may help. Others, such as ENOENT, say that the user has named a wrong file.
 OF_THE_FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 

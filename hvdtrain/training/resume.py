@@ -23,7 +23,7 @@ from hvdtrain.training.parts import Content
 from hvdtrain.training.splits import SPLIT
 from hvdtrain.training.state import Initial, TrainState
 
-LONGEST_NAME = "x" * 100  # of what is written beside a checkpoint
+LONGEST_NAME = "x" * 100  # longer than the names of temporary files
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
 
 
@@ -42,7 +42,7 @@ class Resume:
         self.data: Facts = {}  # what identifies its data
         self.typed: Facts = {}  # flags that name files, as they were given
         self.lock: files.Lock | None = None
-        self._asked: Facts = {}  # the flags as they were given, before `auto` was decided
+        self._asked: Facts = {}  # the flags as they were given: `auto` is still `auto`
         self._warnings: list[str] = []
         self._content: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until training begins
         if engine.rank == 0:
@@ -94,7 +94,7 @@ class Resume:
             self.lock = files.Lock(output_dir, LOCK_SECONDS)
             directory.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                (directory / LONGEST_NAME).lstat()  # a path may have 4,096 bytes, which no first checkpoint should tell
+                (directory / LONGEST_NAME).lstat()  # now, not at the first checkpoint: a path may have 4,096 bytes
             if not self.lock.works:
                 message = "its file system has no locks, so another host's run there is noticed at a checkpoint only"
                 lines.warn(f"--output-dir {output_dir}: {message}")

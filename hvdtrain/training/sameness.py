@@ -41,7 +41,7 @@ def compared_of(numbers: Sequence[int], read: Callable[[int], Any]) -> Compared:
     for number in numbers:
         try:
             twice = [leaves(read(number)), leaves(read(number))]
-        except Exception:  # training raises it, where it is needed
+        except Exception:  # such a sample is not compared; if training reads it, that raises the error
             compared.append(None)
             continue
         compared.append([one if one == other else ["random"] for one, other in zip(*twice, strict=False)])

@@ -146,7 +146,7 @@ class Buffers(Part):
         same = self._same
         if ranks == self._engine.size and not same:
             mine = rows[self._engine.rank]
-        elif same and bool((rows == rows[0]).all()):  # their mean may be rounded
+        elif same and bool((rows == rows[0]).all()):  # rank 0's, not their mean, which is rounded
             mine = rows[0]
         else:
             averaged = {id(tensor) for tensor in statistics}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-# The attribute that is the number of steps after which a scheduler has reached its end. In a state_dict, also of others.
+# The attribute that is the number of steps after which a scheduler has reached its end.
 LENGTH = {
     lr_scheduler.OneCycleLR: "total_steps",
     lr_scheduler.CosineAnnealingLR: "T_max",

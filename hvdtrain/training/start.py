@@ -214,7 +214,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
-        leftovers.sweep()  # of the attempts before; also where no sample is left, and no DataLoader worker starts
+        leftovers.sweep()  # of earlier attempts of this run that were killed
     compile_cache.use_private()  # for a program that calls torch.compile itself
     state = checkpoints.resume.begin()
     flags.compression = precision.choose_compression(engine, flags.compression)

@@ -283,7 +283,7 @@ class Step:
             weight: Tensor | float = batch.weight
             self._uncounted.update(chosen)
         else:
-            count = count if batch.count else 0.0  # of a repeated sample: none
+            count = count if batch.count else 0.0  # a rank without samples repeats one, which does not count
             weight = self._counts().add(chosen, self._passes, count)
         self._passes += 1
         self._differentiate(loss, weight, chosen)
@@ -305,7 +305,9 @@ class Step:
     def _differentiate(self, loss: Tensor, weight: Tensor | float, chosen: Sequence[torch.optim.Optimizer]) -> None:
         """Run the backward pass of `weight` times `loss`, for the parameters of the `chosen` optimizers."""
         shared, prepared = self._shared, self._shared.prepared
-        with torch.autocast(shared.engine.device.type, enabled=False):  # that of --amp, or the author's own
+        with torch.autocast(
+            shared.engine.device.type, enabled=False
+        ):  # backward() belongs outside: that of --amp, or the author's
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None
@@ -318,7 +320,7 @@ class Step:
             except Exception as error:
                 from hvdtrain.training.mistakes import explained
 
-                for one in prepared.optimizers:  # Horovod's error is one about tensors
+                for one in prepared.optimizers:  # Horovod's own error for a sparse gradient does not name it
                     prepared.require_dense(one)
                 if (mistake := explained(error, self.number)) is None:
                     raise
