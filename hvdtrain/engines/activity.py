@@ -39,7 +39,7 @@ class Activity:
         self.step = 0  # steps finished since the beginning of training
         self.finished = 0  # steps finished by this process
         self.moves = 0  # changes with any progress
-        # Set by the monitor when a stop or a checkpoint is requested or agreed: the main thread then calls `stopping.decide`.
+        # Set by the monitor when a stop or a checkpoint is requested or agreed: `stopping.decide` is called after the step.
         # Always set where the ranks could not be connected.
         self.asked = False
         # The device computes on after a call has returned: a call outside of a collective may wait for a collective there.
