@@ -73,6 +73,7 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
     from hvdtrain.engines.errors import Failure
     from hvdtrain.training import contents
     from hvdtrain.training import loop as loops
+    from hvdtrain.training.checkpoints import Checkpoints
     from hvdtrain.training.step import Step
 
     measuring.SIDES[stand_in.NAME] = 64
@@ -86,7 +87,7 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
             state.step = self.number
             steps[state.step] = self.logged
 
-    save, snapshot = loops.Loop._save, contents.snapshot
+    save, snapshot = Checkpoints.save, contents.snapshot
 
     def arrived(*arguments: Any) -> dict[str, Tensor]:
         copies = snapshot(*arguments)
@@ -94,14 +95,14 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
             stand_in.memory.require_arrived(copy)  # another thread writes them, which the dispatch mode does not see
         return copies
 
-    def saved(run: loops.Loop, **named: Any) -> None:
+    def saved(*arguments: Any, **named: Any) -> None:
         steps[state.step] = True
-        save(run, **named)
+        save(*arguments, **named)
 
     module = load(script)
     before = single.SerialEngine.choose_device, loops.Step, sys.argv
     single.SerialEngine.choose_device = lambda engine, wanted: torch.device(stand_in.NAME, 0)  # type: ignore[method-assign]
-    loops.Step, loops.Loop._save, contents.snapshot = Noted, saved, arrived  # type: ignore[misc,method-assign]
+    loops.Step, Checkpoints.save, contents.snapshot = Noted, saved, arrived  # type: ignore[misc,method-assign]
     sys.argv = [script, "--engine", "serial", "--no-progress", "--threads", "1", *flags]
     code, error = 1, ""
     try:
@@ -111,7 +112,7 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
         error = str(failure)
     finally:
         single.SerialEngine.choose_device, loops.Step, sys.argv = before  # type: ignore[method-assign,misc]
-        loops.Loop._save, contents.snapshot = save, snapshot  # type: ignore[method-assign]
+        Checkpoints.save, contents.snapshot = save, snapshot  # type: ignore[method-assign]
     if unrecorded := stand_in.memory.unrecorded():
         raise RuntimeError(f"memory of another stream, without record_stream: {', '.join(unrecorded)}")
     numbers = sorted(steps)

@@ -194,10 +194,10 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 
-    def noted(self, state, moment, source, heartbeat, about):
-        if about["automatic"]:
+    def noted(self, state, source, moment, **about):
+        if about.get("automatic"):
             steps.append(state.step)
-        save(self, state, moment, source, heartbeat, about)
+        save(self, state, source, moment, **about)
 
     monkeypatch.setattr(Checkpoints, "save", noted)
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):
