@@ -135,7 +135,7 @@ def test_each_patch_says_why_is_documented_and_in_the_key(
         assert header.count(f"\n{field}") == 1
     name = str(patch.relative_to(horovod_source.PATCHES.parents[1]))
     page = (LAUNCH.parent / "docs" / "reference" / "patches.md").read_text()
-    listed = dict(re.findall(r"^\| \[(\S+)\]\(\.\./\.\./(\S+)\)", page, re.M))
+    listed = dict(re.findall(r"^- \[(\S+)\]\(\.\./\.\./(\S+)\)", page, re.M))
     assert listed.get(patch.stem) == name
     before = horovod_source.fingerprint()
     copy = shutil.copytree(horovod_source.PATCHES, tmp_path / "patches")
