@@ -81,7 +81,7 @@ TOOLS = [tool for tool in (["patch", "-p1", "--fuzz=0", "--batch"], ["git", "app
 
 
 def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, tmp_path: Path) -> None:
-    """A site that builds its own Horovod applies the same files with one of these (docs/how-it-works.md)."""
+    """A site that builds its own Horovod applies the same files with one of these (docs/reference/patches.md)."""
     # Below a repository, git would skip files that are not in it, and say nothing.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
     for name in ("eigen", "boost"):  # most of its files; no patch is for them
