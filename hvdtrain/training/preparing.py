@@ -98,7 +98,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
     elif not callable_alone(optimizer.step):
         said = f"{type(optimizer).__name__}.step() takes arguments that step.update() does not give: give them defaults"
     elif not set(parameters_of(optimizer)).issubset(known):
-        said = "an optimizer has parameters of a model that was not given: pass that model, too"
+        how = "pass that model, too; of a Parameter by itself, a module that has it, such as nn.ParameterList"
+        said = f"an optimizer has parameters of a model that was not given: {how}"
     if said:
         raise UserError(f"run.prepare(): {said}")
 

@@ -28,7 +28,7 @@ from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.features import non_finite
 from hvdtrain.training.features.differing import Differing
-from hvdtrain.training.features.replicas import of_replicas
+from hvdtrain.training.features.replicas import FirstStep, of_replicas
 from hvdtrain.training.features.schedule_rules import ScheduleRules
 from hvdtrain.training.inputs import Kind
 from hvdtrain.training.loop import Phase
@@ -146,6 +146,8 @@ def features_of(
     else:
         features.append(non_finite.of(engine, group, flags, output, name_of))
     features.append(replicas := of_replicas(engine, group, flags, name_of))
+    if flags.check_steps:
+        features.append(FirstStep(replicas, group))
     if group is not engine:
         from hvdtrain.training.features.local_steps import LocalSteps
 

@@ -16,15 +16,23 @@ from hvdtrain.training.parts import Part
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step
 
+LATE = (
+    "start again from a checkpoint; check that host's memory, and that the program changes weights on every rank alike"
+)
+FIRST = (
+    "change weights on every rank alike: in forward, by load_state_dict(), and by random numbers in gradients or in the "
+    "optimizer, from torch.Generator().manual_seed(NUMBER)"
+)
+
 
 def compare(
     engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
-    everywhere: bool = True,
+    everywhere: bool = True, how: str = LATE,
 ) -> None:  # fmt: skip
     """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
 
     name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none. everywhere: these are
-    all ranks of the run.
+    all ranks of the run. how: the remedy.
     """
     named = named_parameters(models) if engine.size > 1 else []
     if not named:
@@ -41,10 +49,8 @@ def compare(
     who = " and ".join(map(name_of, unlike))
     said = f"{who} has different weights than the other ranks"
     if votes * 2 <= engine.size:
-        how = f"{who} differs from the other ranks"
-        said = f"the weights differ between ranks, and no majority says which are right ({how})"
+        said = f"the weights differ between ranks, and no majority says which are right ({who} differs from the other ranks)"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
-    how = "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
     said += f": first in {names[first]}, {since}: {how}"
     raise Failure(said, everywhere=everywhere)
 
@@ -69,11 +75,25 @@ class Replicas(Feature, Part):
     def compare(self, among: Engine) -> None:
         """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
         does nothing: a checkpoint and --check-steps may both ask for it."""
-        step = self._run.state.step
+        step, how = self._run.state.step, FIRST if self._compared_at is None else LATE
         if self._compared_at != (step, among.size):
             self._compared_at = step, among.size
             everywhere = among.size == self._engine.size
-            compare(among, self._run.prepared().models, self._name_of, step, self.check_steps, everywhere)
+            compare(among, self._run.prepared().models, self._name_of, step, self.check_steps, everywhere, how)
+
+
+class FirstStep(Feature):
+    """Compares the weights after the first step of this process: what the program changes on one rank alone differs now."""
+
+    def __init__(self, replicas: Replicas, group: Engine):
+        self._replicas, self._group = replicas, group
+
+    def prepare(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: Step) -> None:
+        self._run.features.drop(self)
+        self._replicas.compare(self._group)
 
 
 class PeriodicReplicas(Replicas):

@@ -73,7 +73,9 @@ def test_a_secret_stays_in_the_shell_and_sockets_on_the_jobs_interface(case, tmp
         assert not path.is_file() or CANARY not in path.read_text(errors="replace"), path
     allowed = ("10.77.0.", "127.", "[::1]")
     outside = {entry for entry in watch.listening if not entry[0].startswith(allowed) and entry[1] not in KNOWN_OPEN}
-    if case == "mpirun over MPI":  # the ranks' own, where MPI carries messages between hosts; in docs/reference/security.md
+    if (
+        case == "mpirun over MPI"
+    ):  # the ranks' own, where MPI carries messages between hosts; in docs/reference/security.md
         outside = {entry for entry in outside if entry[1] and not entry[1].startswith("python")}  # "": a rank that ends
     assert outside == set()
     assert watch.listening, "nothing was seen to listen: the test looked at nothing"
