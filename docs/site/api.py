@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import textwrap
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from typing import Any
@@ -80,7 +81,7 @@ def entry(name: str, shown: str, what: Any) -> str:
     fields = fields or list(getattr(what, "_fields", ()))  # of a NamedTuple
     attributes = f"Attributes: {', '.join(fields)}." if fields else ""
     inside = "\n\n".join(part for part in (signature(shown, what) if created else "", text, attributes) if part)
-    return f'<a id="{name}"></a>\n\n```text\n{inside}\n```\n'
+    return f'<a id="{name}"></a>\n\n{textwrap.indent(inside, "    ")}\n'
 
 
 def line(name: str, last: str, what: Any) -> str:

@@ -12,6 +12,7 @@ from hvdtrain import cli
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "report", "doctor", "export")
 COMMANDS += ("starter", "tuned", "unpack", "data.make_shards", "training.verify")
+SAME = "`--help` prints the same. A number after `=` is the default. Paths may begin with `~`.\n"
 MADE = "Made from the source by `python docs/site/reference.py`.\n"
 
 
@@ -64,15 +65,25 @@ def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None
 
 
 def listed(flags: dict[str, tuple[str, str]]) -> str:
-    rows = [
-        f"- `{name}`: {text}{f' (default: {default})' if default else ''}" for name, (default, text) in flags.items()
-    ]
-    return "\n".join(rows) + "\n"
+    """Return a line for each flag. A number that is the default stands in place of the value's name."""
+    rows = []
+    for name, (default, text) in flags.items():
+        flag, _, value = name.rpartition("=")
+        if re.fullmatch(r"[\d.e-]+", default) and value.isidentifier() and value not in text.split():
+            rows.append(f"- `{flag}={default}`: {text}\n")
+        else:
+            rows.append(f"- `{name}`: {text}{f' (default: {default})' if default else ''}\n")
+    return "".join(rows)
 
 
 def flags_page() -> str:
     common = flags_of(cli.training_parser("program", None))
-    parts = ["# Flags\n", MADE, "`--help` prints the same. Paths may begin with `~`.\n", "## Every training run\n"]
+    parts = [
+        "# Flags\n",
+        MADE,
+        SAME,
+        "## Every training run\n",
+    ]
     parts += ["Of `mnist`, `imagenet`, `lm` and of programs with `training.parser`.\n", listed(common)]
     for command in COMMANDS:
         flags = flags_of(parser_of(command), getattr(importlib.import_module(f"hvdtrain.{command}"), "RECIPES", None))

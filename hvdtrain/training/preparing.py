@@ -99,7 +99,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
             f"{type(optimizer).__name__}.step() takes arguments that step.update() does not give: give them defaults"
         )
     elif not set(parameters_of(optimizer)).issubset(known):
-        message = "an optimizer has parameters of a model that was not given: pass that model, too"
+        remedy = "pass that model, too; of a Parameter by itself, a module that has it, such as nn.ParameterList"
+        message = f"an optimizer has parameters of a model that was not given: {remedy}"
     if message:
         raise UserError(f"run.prepare(): {message}")
 

@@ -20,11 +20,17 @@ from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.comparison import Difference, differences, in_words, other_choices, other_lengths
 from hvdtrain.training.inputs import Input
 from hvdtrain.training.parts import Content
+from hvdtrain.training.schedules import LENGTHS
 from hvdtrain.training.splits import SPLIT
 from hvdtrain.training.state import Initial, TrainState
 
 LONGEST_NAME = "x" * 100  # longer than the names of temporary files
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
+
+
+def is_length(one: Difference) -> bool:
+    """Return whether schedulers differ in their length."""
+    return any(word in LENGTHS for word in one.name.split())
 
 
 class Resume:
@@ -193,8 +199,13 @@ class Resume:
             self.release()
             remedy = "give the same, or another --output-dir, or --resume never"
             raise UserError(f"{self.directory} holds a run with different settings ({in_words(unlike)}): {remedy}")
-        message = f"the program has other settings than the checkpoint ({in_words(unlike)})"
-        self._warn(f"{message}: those of the checkpoint are kept")
+        # A scheduler of another length begins again as it is now: `schedules.redone`. Another line tells its length.
+        again = {one.name.split()[0] for one in unlike if self.lengthened and is_length(one)}
+        new = [one for one in unlike if one.name.split()[0] in again and not is_length(one)]
+        kept = [one for one in unlike if one.name.split()[0] not in again]
+        for which, what in ((kept, "those of the checkpoint are kept"), (new, "those given now are used")):
+            if which:
+                self._warn(f"the program has other settings than the checkpoint ({in_words(which)}): {what}")
 
     def require_samples(self, source: Input) -> None:
         """Raise UserError on every rank if the program reads other samples than the run to resume."""

@@ -15,6 +15,8 @@ LENGTH = {
     lr_scheduler.LinearLR: "total_iters",
 }
 
+LENGTHS = (*LENGTH.values(), "num_training_steps", "_milestones")  # in a state_dict
+
 
 def length_of(scheduler: object) -> int | None:
     """Return the number of steps after which `scheduler` has reached its end; None if it has none, or may end early."""
@@ -52,7 +54,7 @@ def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
 
 def _lengths(state: Mapping[str, Any]) -> list[object]:
     """Return all lengths in a scheduler's state_dict, also those of the schedulers within, and their milestones."""
-    lengths = [state[name] for name in (*LENGTH.values(), "num_training_steps", "_milestones") if name in state]
+    lengths = [state[name] for name in LENGTHS if name in state]
     for inner in (*state.get("_schedulers", []), *state.get("lr_lambdas", [])):
         lengths += _lengths(inner) if isinstance(inner, Mapping) else []
     return lengths

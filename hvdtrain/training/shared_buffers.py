@@ -60,8 +60,15 @@ class SharedBuffers:
         Buffers that have other shapes on another rank, such as tables as long as the longest sequence so far, stay as they
         are.
         """
+        mine, unlike = self.compare()
+        self._keep([mine[name] for name in unlike])
+        for name in unlike:
+            self._engine.broadcast_(mine[name], f"buffers.{name}")
+
+    def compare(self) -> tuple[dict[str, Tensor], list[str]]:
+        """Return this rank's buffers without running statistics, by name, and which differ between ranks. A collective."""
         if self._engine.size == 1:
-            return
+            return {}, []
         statistics = {id(tensor) for tensor in running_statistics(self._models)}
         mine = {
             prefix + own_name(name): buffer
@@ -78,10 +85,8 @@ class SharedBuffers:
             if all(name in theirs and theirs[name][0] == kind for theirs in everyone)
             and any(theirs[name][1] != each for theirs in everyone)
         ]
-        self._keep([mine[name] for name in unlike])
-        for name in unlike:
-            self._engine.broadcast_(mine[name], f"buffers.{name}")
         self._unlike = self._unlike or unlike
+        return mine, unlike
 
     def warning(self) -> str | None:
         """Return, once, what to tell the author about buffers that differed between ranks; None: nothing."""

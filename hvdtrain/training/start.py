@@ -134,7 +134,7 @@ def features_of(
     group: the ranks that average their gradients in every step. name_of: returns the name of a rank.
     """
     from hvdtrain.training.features.differing import Differing
-    from hvdtrain.training.features.replicas import of_replicas
+    from hvdtrain.training.features.replicas import FirstStep, of_replicas
     from hvdtrain.training.features.schedule_rules import ScheduleRules
 
     features: list[Feature] = []
@@ -148,6 +148,8 @@ def features_of(
 
         features.append(non_finite.of(engine, group, flags, output, name_of))
     features.append(replicas := of_replicas(engine, group, flags, name_of))
+    if flags.check_steps:
+        features.append(FirstStep(replicas, group))
     if group is not engine:
         from hvdtrain.training.features.local_steps import LocalSteps
 

@@ -178,8 +178,11 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
             tensors["buffers"][:, 6:9] = torch.arange(2.0 * engine.size).unsqueeze(1)
             facts["own"]["buffers"][0] = 2 * engine.size
             facts["world_size"] = 2 * engine.size
-            tensors["generators"] = encoded(2 * decoded(tensors["generators"]))
-            tensors["generators.rows"] = tensors["generators.rows"].repeat(2, 1)
+            for name in {"generators", "differing"} & set(
+                tensors
+            ):  # on 3 ranks, these have seen unequal numbers of samples
+                tensors[name] = encoded(2 * decoded(tensors[name]))
+                tensors[f"{name}.rows"] = tensors[f"{name}.rows"].repeat(2, 1)
             checkpoint.write(path, facts, tensors)
         engine.barrier()
 
@@ -193,6 +196,40 @@ def test_with_local_steps_buffers_are_made_the_same_at_exchanges(engine):
         fit(run, [X], lambda step, x: model(x).square().mean())
     assert bits(net.mask) == bits(mask)
     assert engine.all_gather_object(net.first.tolist(), "first") == [net.first.tolist()] * engine.size
+
+
+class Queue(nn.Module):
+    """Keeps samples of its rank, at a position of its own, as MoCo and memory banks do."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.body, self.rank = nn.Linear(3, 1), rank
+        self.register_buffer("kept", torch.zeros(16, 3))
+        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.kept[(self.at + torch.arange(len(x))) % 16] = x
+            self.at.add_(len(x) + self.rank)
+        return self.body(x) + self.body(self.kept.clone()).mean()
+
+
+def test_a_queue_of_each_rank_is_told_without_an_evaluation_and_goes_on_at_its_position(
+    engine, shared_directory, capsys
+):
+    def trained(epochs, *argv):
+        with a_run(engine, *argv, epochs=epochs) as run:
+            torch.manual_seed(5)
+            net = Queue(engine.rank)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            fit(run, [X], lambda step, x: model(x).square().mean(), epochs=epochs)
+        return bits(net.kept), int(net.at), bits(net.body.weight)
+
+    whole = trained(2)
+    told = "warning: the buffer kept and 1 others differ between ranks" in capsys.readouterr().out
+    assert told == (engine.size > 1 and engine.rank == 0)
+    trained(1, "--output-dir", shared_directory)
+    assert trained(2, "--output-dir", shared_directory) == whole
 
 
 # ---- models called in any way

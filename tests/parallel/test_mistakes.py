@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from tests.parallel.test_loop import N, X, a_run
 from tests.single.training.small import fit
 
@@ -278,6 +278,38 @@ def test_complex_parameters_are_trained(engine):
         pytest.skip("Horovod does not reduce them")
     wave = program(engine, net_of=lambda last: Complex()).wave
     assert len(set(engine.all_gather_object(str(wave.tolist()), "ends"))) == 1
+
+
+class Noisy(torch.optim.SGD):
+    """As in Langevin dynamics. noise: the generator; None: torch's, of which each rank has its own."""
+
+    def __init__(self, params, noise=None):
+        super().__init__(params, lr=0.1)
+        self.noise = noise
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for one in self.param_groups[0]["params"]:
+                one.add_(torch.randn(one.shape, generator=self.noise), alpha=0.01)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_weights_that_change_on_each_rank_alone_are_noticed_in_the_first_step(engine, alike):
+    noise = torch.Generator().manual_seed(7) if alike else None
+
+    def train():
+        with a_run(engine, epochs=1) as run:
+            net = nn.Linear(3, 1)
+            model, _ = run.prepare(net, Noisy(net.parameters(), noise))
+            fit(run, [X], lambda step, x: model(x).square().mean())
+            return run.state.step
+
+    if alike or engine.size == 1:
+        assert train() > 1
+        return
+    with pytest.raises(Failure, match=r"between steps 0 and 1: change weights on .* random numbers in"):
+        train()
 
 
 @pytest.mark.parametrize("data", [N, "loader"])

@@ -120,14 +120,11 @@ def samplers() -> Iterator[Twin]:
         loader = lambda data, batch, make=make: DataLoader(data, batch, sampler=make(data))  # noqa: E731
         yield Twin(f"sampler {name}", loader=loader)
     for drop in (False, True):
-        batches = lambda data, batch, drop=drop: BatchSampler(SequentialSampler(data), batch, drop)  # noqa: E731
-        loader = lambda data, batch, make=batches: DataLoader(data, batch_sampler=make(data, batch))  # noqa: E731
-        yield Twin(
-            f"batch sampler BatchSampler, drop_last={drop}",
-            loader=loader,
-            differs=OF_ONE_RANK if drop else "",
-            differs_alone=False,
+        loader = lambda data, batch, drop=drop: DataLoader(  # noqa: E731
+            data, batch_sampler=BatchSampler(SequentialSampler(data), 4 if drop else batch, drop)
         )
+        differs = WHOLE if drop else ""  # which, of as many samples, the whole batch of the plain loop is made of
+        yield Twin(f"batch sampler BatchSampler, drop_last={drop}", loader=loader, differs=differs, differs_alone=False)
     unequal = [list(range(3)), list(range(3, 13)), list(range(13, 18)), [18], list(range(19, 31))]
     listed = lambda data, batch: DataLoader(data, batch_sampler=unequal)  # noqa: E731
     yield Twin("batch sampler a list of unequal batches", loader=listed, differs=WHOLE, differs_alone=False)

@@ -65,6 +65,7 @@ def page(table: dict[str, Verdicts]) -> str:
             for verdict in dict.fromkeys(v for v in by_name[name].values() if v.kind not in ("works", "differs")):
                 where = [way for way in table if by_name[name][way] == verdict]
                 said = verdict.detail if verdict.kind == "refused" else f"{verdict.kind}: {verdict.detail}"
+                said = said.replace(f" is {name.rpartition('.')[2]}, ", " is ..., ")  # a dtype: a row for all of them
                 rows.setdefault((said, "everywhere" if len(where) == len(table) else ", ".join(where)), []).append(name)
     text += "".join(f"| {cell('; '.join(of))} | {where} | {cell(said)} |\n" for (said, where), of in rows.items())
     text += "\n## Differs\n\n| why | programs |\n|---|---|\n"
@@ -77,13 +78,9 @@ def page(table: dict[str, Verdicts]) -> str:
         works = [name.removeprefix(each).strip() for name in of_kind if kinds[name] == "works"]
         shown = ", ".join(dict.fromkeys(name.partition(",")[0] for name in works if name))
         text += f"- {each.rstrip(',:')}, {len(works)} of {len(of_kind)}{f': {cell(shown)}' if shown else ''}\n"
-    text += "\n## Not tried\n\nPlain PyTorch refuses these on a CPU, or no arguments were found.\n\n"
-    text += "| why | what |\n|---|---|\n"
-    reasons: dict[str, list[str]] = {}
-    refused = {name: worst(list(by_name[name].values())).detail for name in names if kinds[name] == "torch"}
-    for name, why in (SKIPPED | refused).items():
-        reasons.setdefault(why, []).append(name)
-    return text + "".join(f"| {cell(why)} | {cell('; '.join(of))} |\n" for why, of in reasons.items())
+    text += "\n## Not tried\n\nPlain PyTorch refuses these on a CPU, or no arguments were found:\n"
+    skipped = [*SKIPPED, *(name for name in names if kinds[name] == "torch")]
+    return f"{text}{cell(', '.join(skipped))}\n"
 
 
 def family(name: str) -> str:

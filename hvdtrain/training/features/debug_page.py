@@ -55,9 +55,9 @@ class DebugPage(Feature):
             cwd=Path(hvdtrain.__file__).parents[1],  # where -m finds it, wherever the program was started
         )  # fmt: skip
         assert self._page.stdout is not None
-        if (said := self._page.stdout.readline().strip()) != READY:
+        if (answer := self._page.stdout.readline().strip()) != READY:
             self.close(failed=True)
-            raise UserError(f"--debug-page {port}: {said or 'its process has ended'}")
+            raise UserError(f"--debug-page {port}: {answer or 'its process has ended'}")
 
     def close(self, *, failed: bool) -> None:
         if self._page is not None:

@@ -1,6 +1,7 @@
-"""Registered objects whose states differ between ranks, such as a buffer of images that each rank has made.
+"""What differs between ranks: registered objects, such as a buffer of images that each rank has made, and buffers of models.
 
-A checkpoint has rank 0's of every registered object. If that of another rank differs, it also has:
+A checkpoint has rank 0's of every registered object, and of every buffer that is no floating-point number. If that of
+another rank differs, it also has:
 
 differing        JSON as uint8: of each rank, the states by name, with shape and type of their tensors
 differing.rows   int64 [ranks, n]: of each rank, the bytes of their tensors, one after the other, padded
@@ -11,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.buffers import running_statistics
@@ -19,9 +21,12 @@ from hvdtrain.training import contents
 from hvdtrain.training.checksums import checksum
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.loading import load_registered
+from hvdtrain.training.names import prefixes
 from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.run import Run
+from hvdtrain.training.saved_buffers import persistent_buffers
 
+INTEGERS = "integer buffers"  # as if they were registered under this name
 HOW = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
 
 
@@ -31,6 +36,17 @@ def state_of(what: Any) -> Any:
         return what.state_dict()
     statistics = {buffer.data_ptr() for buffer in running_statistics([what])}
     return {name: held for name, held in contents.tensors_of(what).items() if held.data_ptr() not in statistics}
+
+
+def integers_of(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers in state_dicts that are no floating-point numbers, such as the position in a queue of samples."""
+    return {
+        prefix + name: buffer
+        for prefix, model in zip(prefixes(models), models, strict=True)
+        for name, buffer in persistent_buffers(model)
+        if buffer is not None and buffer.layout is torch.strided and not buffer.is_floating_point()
+        if not name.endswith("num_batches_tracked")  # the same everywhere
+    }
 
 
 def digest(state: Any) -> str:
@@ -47,9 +63,18 @@ class Differing(Feature, Part):
 
     def prepare(self, run: Run) -> None:
         self._run, self._own = run, dict[str, dict[str, Any]]()
+        self._announced = False
 
     def parts(self) -> Sequence[Part]:
         return [self]
+
+    def ready(self) -> None:
+        """Tell, also in a training without evaluations, that buffers differ."""
+        if not self._announced:
+            self._announced = True
+            self._run.evaluations.buffers.compare()
+            if line := self._run.evaluations.buffers.warning():
+                self._run.say(line)
 
     def save(self, content: Content) -> None:
         engine, states = self._run.engine, {}
@@ -58,6 +83,8 @@ class Differing(Feature, Part):
         for name, what in self._run.checkpoints.registered.items():
             with contents.storable(f"run.register({name}=...): its state_dict", HOW):
                 states[name] = digest(state := state_of(what)), state
+        if integers := integers_of(self._run.prepared().models):
+            states[INTEGERS] = digest(integers), integers
         everyone = (
             engine.all_gather_object({name: own for name, (own, _) in states.items()}, "registered") if states else []
         )
@@ -76,6 +103,10 @@ class Differing(Feature, Part):
         packed, rows = engine.broadcast_nested(saved, "checkpoint.differing")
         if len(packed) == engine.size:
             self._own = unflattened(packed[engine.rank]["value"], rows[engine.rank])
+            if self._run.flags.evaluate is None:
+                buffers = integers_of(self._run.prepared().models)
+                for name, value in self._own.get(INTEGERS, {"state": {}})["state"].items():
+                    buffers[name].copy_(value)
         else:
             names = ", ".join(packed[0]["value"])
             self._run.say(f"each rank had its own {names}: on another number of ranks, all begin with rank 0's")

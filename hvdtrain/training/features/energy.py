@@ -56,9 +56,9 @@ class Energy(Feature):
 
 def counter(device: torch.device) -> tuple[str, Callable[[], int]]:
     """Return the UUID of a GPU, and a function that reads its millijoules since the driver was loaded. Raises UserError."""
-    how = "leave --energy out"
+    remedy = "leave --energy out"
     if device.type != "cuda":
-        raise UserError(f"--energy: no NVIDIA GPU here (device {device.type}): {how}")
+        raise UserError(f"--energy: no NVIDIA GPU here (device {device.type}): {remedy}")
     try:
         import pynvml
     except ImportError as error:
@@ -69,5 +69,5 @@ def counter(device: torch.device) -> tuple[str, Callable[[], int]]:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError as error:  # no driver, or a GPU older than Volta, or a slice of one
-        raise UserError(f"--energy: NVML counts none for {uuid} ({error}): {how}") from error
+        raise UserError(f"--energy: NVML counts none for {uuid} ({error}): {remedy}") from error
     return uuid, lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))

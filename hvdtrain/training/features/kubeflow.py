@@ -63,10 +63,10 @@ class Progress(Feature):
         }
         epoch, epochs = run.metrics_logger.number(), run.metrics_logger.epochs
         metrics |= {"currentEpoch": min(epoch, epochs or epoch), "totalEpochs": epochs}
-        said = [
+        shown = [
             {"name": name[:LONGEST], "value": f"{value:.6g}"} for name, value in metrics.items() if value is not None
         ]
-        status: dict[str, Any] = {"progressPercentage": int(100 * run.progress), "metrics": said[:MOST]}
+        status: dict[str, Any] = {"progressPercentage": int(100 * run.progress), "metrics": shown[:MOST]}
         planned, done = run.metrics_logger.steps, state.step - self._first
         if planned and done > 0:
             left = (time.monotonic() - self._began) / done * max(0, planned - state.step)

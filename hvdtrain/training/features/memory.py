@@ -48,9 +48,9 @@ class Memory(Feature):
         self._logged = False
         mine = torch.tensor([self._peaks[part] for part in PARTS], dtype=torch.int64)
         rows = self._engine.all_gather(mine, "memory").amax(0).tolist()
-        found = {part: row for part, row in zip(PARTS, rows, strict=True) if row[0]}
+        peaks = {part: row for part, row in zip(PARTS, rows, strict=True) if row[0]}
         self._peaks = dict.fromkeys(PARTS, (0, 0))
-        fields = {f"{part}_bytes": row[0] for part, row in found.items()}
+        fields = {f"{part}_bytes": row[0] for part, row in peaks.items()}
         if reserved := max(row[1] for row in rows):
             fields["reserved_bytes"] = reserved
         for name, value in fields.items():
@@ -59,6 +59,6 @@ class Memory(Feature):
 
     def close(self, *, failed: bool) -> None:
         if self._largest and not failed:
-            said = [f"{name[:-6].replace('_', ' ')} {value / 1e9:.2f} GB" for name, value in self._largest.items()]
+            peaks = [f"{name[:-6].replace('_', ' ')} {value / 1e9:.2f} GB" for name, value in self._largest.items()]
             kind = "on a GPU" if self._device.type == "cuda" else "of a process, so far"
-            self._run.say(f"peak memory {kind}: {', '.join(said)}")
+            self._run.say(f"peak memory {kind}: {', '.join(peaks)}")

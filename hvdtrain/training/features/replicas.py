@@ -16,10 +16,18 @@ from hvdtrain.training.parts import Part
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step
 
+LATE = (
+    "start again from a checkpoint; check that host's memory, and that the program changes weights on every rank alike"
+)
+FIRST = (
+    "change weights on every rank alike: in forward, by load_state_dict(), and by random numbers in gradients or in the "
+    "optimizer, from torch.Generator().manual_seed(NUMBER)"
+)
+
 
 def compare(
     engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
-    everywhere: bool = True,
+    everywhere: bool = True, remedy: str = LATE,
 ) -> None:  # fmt: skip
     """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
 
@@ -41,12 +49,9 @@ def compare(
     who = " and ".join(map(name_of, unlike))
     message = f"{who} has different weights than the other ranks"
     if votes * 2 <= engine.size:
-        remedy = f"{who} differs from the other ranks"
-        message = f"the weights differ between ranks, and no majority says which are right ({remedy})"
+        differ = f"{who} differs from the other ranks"
+        message = f"the weights differ between ranks, and no majority says which are right ({differ})"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
-    remedy = (
-        "start again from a checkpoint; check that host's memory, and that no forward pass changes weights (max_norm)"
-    )
     message += f": first in {names[first]}, {since}: {remedy}"
     raise Failure(message, everywhere=everywhere)
 
@@ -71,11 +76,25 @@ class Replicas(Feature, Part):
     def compare(self, among: Engine) -> None:
         """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
         does nothing: a checkpoint and --check-steps may both ask for it."""
-        step = self._state.step
+        step, remedy = self._state.step, FIRST if self._compared_at is None else LATE
         if self._compared_at != (step, among.size):
             self._compared_at = step, among.size
             everywhere = among.size == self._engine.size
-            compare(among, self._models, self._name_of, step, self.check_steps, everywhere)
+            compare(among, self._models, self._name_of, step, self.check_steps, everywhere, remedy)
+
+
+class FirstStep(Feature):
+    """Compares the weights after the first step of this process: what the program changes on one rank alone differs now."""
+
+    def __init__(self, replicas: Replicas, group: Engine):
+        self._replicas, self._group = replicas, group
+
+    def prepare(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: Step) -> None:
+        self._run.features.drop(self)
+        self._replicas.compare(self._group)
 
 
 class PeriodicReplicas(Replicas):

@@ -1,4 +1,4 @@
-"""The CPU recipe under Apptainer itself, as an ordinary user builds and runs it. Needs root, and a root file system:
+"""The recipes under Apptainer itself, as an ordinary user builds and runs them. Needs root, and a root file system:
 
 tests/e2e/roots/apptainer.sh DIR
 HVDTRAIN_TEST_APPTAINER=DIR python -m pytest -m slow tests/e2e/launch/test_apptainer.py   20 minutes on two cores, 10 GB
@@ -44,7 +44,7 @@ def why_not() -> str:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(3000),
+    pytest.mark.timeout(5700),
     pytest.mark.skipif(bool(reason := why_not()), reason=reason or "-"),
 ]
 
@@ -88,7 +88,7 @@ def built(recipe: str, base: str, image: str, options: str = "") -> str:
     subprocess.run(["chown", "-R", "1234:1234", checkout, scratch, scratch / "job1", scratch / "build"], check=True)
     settings = "APPTAINER_TMPDIR=/scratch/build APPTAINER_CACHEDIR=/scratch"
     command = f"cd {checkout}; rm -rf {image}; {settings} apptainer build --fakeroot {options} {image} local.def"
-    done = as_user(command, timeout=2700)
+    done = as_user(command, timeout=5400)
     assert done.code == 0, done
     return done.stdout + done.stderr
 

@@ -16,7 +16,7 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, launch, members
 pytestmark = [needs_hosts, pytest.mark.slow]
 CANARY = "c4n4ry-d0-n0t-s1ng"
 TRAIN = [sys.executable, "-m", "hvdtrain.mnist", "--dataset", "digits", "--no-progress", "--threads", "1"]
-# What is listed in docs/run.md as open all the same: Open MPI's own sockets, which no option binds to an interface.
+# Listed in docs/reference/security.md as open all the same: Open MPI's own sockets, which no option binds to an interface.
 KNOWN_OPEN = {"orterun_wrapper", "orterun", "mpirun", "orted", "sshd"}
 HOSTS = ["-H", "a:1,b:1", "--interface", "eth0"]
 LAUNCHES = {
@@ -73,7 +73,9 @@ def test_a_secret_stays_in_the_shell_and_sockets_on_the_jobs_interface(case, tmp
         assert not path.is_file() or CANARY not in path.read_text(errors="replace"), path
     allowed = ("10.77.0.", "127.", "[::1]")
     outside = {entry for entry in watch.listening if not entry[0].startswith(allowed) and entry[1] not in KNOWN_OPEN}
-    if case == "mpirun over MPI":  # the ranks' own, where MPI carries messages between hosts; in docs/run.md
+    if (
+        case == "mpirun over MPI"
+    ):  # the ranks' own, where MPI carries messages between hosts; in docs/reference/security.md
         outside = {entry for entry in outside if entry[1] and not entry[1].startswith("python")}  # "": a rank that ends
     assert outside == set()
     assert watch.listening, "nothing was seen to listen: the test looked at nothing"

@@ -174,6 +174,20 @@ def test_other_settings_in_the_program_are_refused_or_said(case, tmp_path, capfd
     assert f"other settings than the checkpoint ({why}): those of the checkpoint are kept" in capfd.readouterr().err
 
 
+def test_a_longer_run_does_not_say_that_the_earlier_schedule_is_kept(tmp_path, capfd):
+    """It goes on as if it had been made as it is now from the beginning."""
+
+    def cosine(epochs, floor):
+        return lambda net, optimizer: dict(rate=CosineAnnealingLR(optimizer, epochs, floor))
+
+    stopped(tmp_path, Twins, stepped(0.1), registered=cosine(2, 0.01))
+    trained(tmp_path, Twins, stepped(0.1), registered=cosine(3, 0.01), epochs=3)
+    assert "other settings" not in capfd.readouterr().err
+    trained(tmp_path, Twins, stepped(0.1), registered=cosine(4, 0.02), epochs=4)
+    why = "rate eta_min: 0.01 in the checkpoint, 0.02 now"
+    assert f"other settings than the checkpoint ({why}): those given now are used" in capfd.readouterr().err
+
+
 def test_an_object_that_is_not_registered_any_more_is_refused(tmp_path):
     stopped(tmp_path, Twins, stepped(0.1), registered=stairs)
     with pytest.raises(UserError, match=r"^the checkpoint has 'rate', which is not registered now: register the same"):
