@@ -40,12 +40,12 @@ class Group:
     rows: tuple[Row, ...]
 
 
-LESS = "the other side does strictly less"
+LESS = "the other side does less"
 IMPORTS = '`mpirun -np {} python -c "import torch, horovod.torch"`'
-# Megabits per second, images per rank, which of the two is longer, what limits it.
+# Megabits per second, images per rank, which part is longer, what limits it.
 OVERLAPS = (
     (100, 4, "communication", "what is computed before the first bucket is full"),
-    (1000, 4, "either", "the forward pass cannot overlap, nor the last bucket"),
+    (1000, 4, "longer part", "the forward pass cannot overlap, nor the last bucket"),
     (1000, 16, "computation", "the cores that communication takes"),
 )
 
@@ -82,7 +82,7 @@ def of_one_host() -> tuple[Group, ...]:
     resnet_50 = "ResNet-50, 2 ranks,"
     return (
         Group("input", mnist_input, (
-            Row("input", "input of MNIST, over torchvision's data set with a DataLoader", "≥ 100",
+            Row("input", "input of MNIST, over torchvision's", "≥ 100",
                 "memory"),
         )),
         Group("jpeg", jpeg, (
@@ -117,8 +117,8 @@ def of_two_hosts() -> tuple[Group, ...]:
         *(
             Group(f"overlap-{megabits}-{images}", overlap(megabits, images), (
                 Row(f"overlap-{megabits}-{images}",
-                f"ResNet-18, 2 hosts, {megabits:,} Mbit/s, {images} images per rank: time of a step, over that of "
-                    f"its longer part, which is {which}", "≤ 1.1", limit),
+                    f"ResNet-18, 2 hosts, {megabits:,} Mbit/s, {images} images per rank: time of a step, over its {which}",
+                    "≤ 1.1", limit),
             ))
             for megabits, images, which, limit in OVERLAPS
         ),
@@ -137,7 +137,7 @@ def of_training() -> tuple[Group, ...]:
         )),
         Group("fixed-cost", fixed_cost, (
             Row("fixed-cost", f"{default}, 2 ranks: milliseconds of a step without forward, backward and loading",
-                "≤ 1", "the optimizer, and waiting for the other rank"),
+                "≤ 1", "waiting for the other rank"),
         )),
         Group("guards", guards, (
             Row("checkpoints", f"{share} a checkpoint every 50 steps", "≤ 0.01", ""),
