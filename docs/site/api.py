@@ -41,18 +41,12 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "hvdtrain.training.Metric": (), "hvdtrain.training.state.TrainState": (),
         "hvdtrain.training.state.Initial": ("global_batch",),
     }),
-    "Learning rates": ("", {
-        f"hvdtrain.training.optim.{name}": () for name in (
-            "scaled_rate", "warmup_factor", "schedule_factor")
-    }),
+    "Learning rates": ("", {"hvdtrain.training.optim.schedule_factor": ()}),
     SHORT: (FLAGS, {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
     }),
     "Errors": ("", {"hvdtrain.training.UserError": (), "hvdtrain.training.Failure": ()}),
-    "Collectives and shards of your own": ("An `Engine` is `run.engine`.", {
-        "hvdtrain.engines.base.Engine": ENGINE,
-        "hvdtrain.data.sharding.epoch_order": (), "hvdtrain.data.sharding.shard": (),
-    }),
+    "Collectives of your own": ("An `Engine` is `run.engine`.", {"hvdtrain.engines.base.Engine": ENGINE}),
 }  # fmt: skip
 
 

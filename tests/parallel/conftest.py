@@ -1,7 +1,7 @@
 """Fixtures for tests that every rank runs: one engine for the whole session.
 
     mpirun -np 3 python -m pytest tests/parallel          directly, with Horovod; HVDTRAIN_TEST_ENGINE names another engine
-    pytest tests/e2e/engines/test_parallel.py             at 1, 2 and 3 ranks, under every launcher, with a time limit
+    pytest tests/e2e/engines/test_parallel.py             at 1, 2 and 3 ranks, over MPI and Gloo, with a time limit
 
 A test that fails on one rank leaves the others in their collective, so the first failure ends the rank (`-x`) and the
 launcher ends the job.

@@ -1,13 +1,15 @@
 """Of the ranks of a host, one downloads, and all have the same."""
 
 from hvdtrain import mnist
-from hvdtrain.data import idx
+from hvdtrain.data import compile_cache, idx
 from hvdtrain.training.start import started
 from tests.single.data import fake_mnist
 
 
 def test_one_rank_of_a_host_downloads(engine, shared_directory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", f"{shared_directory}/cache")
+    for name in compile_cache.VARIABLES:  # read when torch imports its compiler: this place is gone then
+        monkeypatch.setenv(name, f"{shared_directory}/code")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with fake_mnist.mirror() as (mine, asked):
         url = engine.broadcast_object(mine, "url")

@@ -125,7 +125,7 @@ LOADERS = {
     "stateful": lambda: DataLoader(Stateful(), 4),
     "stateful, 2 workers": lambda: DataLoader(Stateful(), 4, num_workers=2),
     "a stateful iterator": lambda: DataLoader(OfIterator(), 4),
-    "a stateful iterator, 3 workers": lambda: DataLoader(OfIterator(), 4, num_workers=3),
+    "a stateful iterator, 2 workers": lambda: DataLoader(OfIterator(), 4, num_workers=2),
     "complete batches": lambda: DataLoader(Batched(), None),
     "a stateful loader": StatefulLoader,
 }
