@@ -19,7 +19,7 @@ from pathlib import Path
 from hvdtrain import cli
 from hvdtrain.analysis import plotting
 from hvdtrain.analysis.reporting import page, runs
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
@@ -43,7 +43,7 @@ def make(directories: Sequence[Path], output_dir: Path) -> Path:
     path = output_dir / "report.html"
     with files.output_to(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        files.write(path, whole.encode(), sync=False)
+        atomic.write(path, whole.encode(), sync=False)
     return path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.accelerators import module_of
 
 
@@ -79,4 +79,4 @@ def make_directory(directory: Path) -> None:
 def write_json(path: Path, result: dict[str, object]) -> None:
     """Write `result` to `path` atomically. Values that JSON does not support are written as text. Raises UserError."""
     with files.output_to(path.parent):
-        files.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)
+        atomic.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)

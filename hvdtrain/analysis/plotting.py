@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,4 +70,4 @@ def png(draws: Sequence[Draw], height: float = HEIGHT, title: str = "") -> bytes
 
 def write(path: Path, title: str, draws: Sequence[Draw], height: float = HEIGHT) -> None:
     """Write the plots, side by side, to the PNG file `path`. Raises OSError."""
-    files.write(path, png(draws, height, title), sync=False)
+    atomic.write(path, png(draws, height, title), sync=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvdtrain.engines import files
+from hvdtrain.engines.lock import Lock
 from hvdtrain.engines.user_cache import directory as directory
 
 STALE_SECONDS = 3600.0  # age after which a partial file is considered abandoned
@@ -22,7 +22,7 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
     """
     lock = None
     with suppress(OSError):  # also TimeoutError
-        lock = files.Lock(path, seconds)
+        lock = Lock(path, seconds)
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.corrupt import why
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError, one_line
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
@@ -194,7 +194,7 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
         say(f"{said}: downloading it to {target}, one process per host")
         try:
             target.mkdir(parents=True, exist_ok=True)
-            files.remove_partial(target, cache.STALE_SECONDS)
+            atomic.remove_partial(target, cache.STALE_SECONDS)
             _download(published, missing, target)
         except OSError as error:
             raise NotThere(f"{said}, and {target} cannot be written ({why(error)})") from None
@@ -241,11 +241,11 @@ def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor
     with suppress(OSError):
         known = files.read_small(note) == seen()
     if not known:
-        files.remove_partial(shared, cache.STALE_SECONDS)
+        atomic.remove_partial(shared, cache.STALE_SECONDS)
         verified = _verified(published, paths)
         if not (content.is_file() and content.read_bytes() == verified):
-            files.write(content, verified)
-        files.write(note, seen())
+            atomic.write(content, verified)
+        atomic.write(note, seen())
     size = sum(file.size for file in published.files)
     return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
 
@@ -302,7 +302,7 @@ def _download(published: Published, missing: Sequence[File], target: Path) -> No
             except (HTTPException, *UNSOUND) as error:  # HTTPException: a damaged chunk
                 problems.append(f"{urlsplit(mirror).netloc}: {one_line(error)}")
                 break
-            files.write(target / f"{file.name}.gz", packed)
+            atomic.write(target / f"{file.name}.gz", packed)
             del left[0]
     if left:
         raise NotThere("; ".join(problems))

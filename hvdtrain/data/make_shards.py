@@ -20,7 +20,7 @@ from hvdtrain import cli
 from hvdtrain.data.images import list_folder, refuse_other_classes
 from hvdtrain.data.shard_index import obtain
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
@@ -35,7 +35,7 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
     sizes = {}
     for number, indices in enumerate(order.tensor_split(count)):
         path = target / f"{number:06d}.tar"
-        with files.replacing(path, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+        with atomic.replacing(path, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             for index in indices.tolist():
                 name = Path(listing.name(index))
                 content = (root / name).read_bytes()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.corrupt import why
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 
 FORMAT = 4
@@ -92,7 +92,7 @@ def save(path: Path, index: ShardIndex) -> None:
     content = json.dumps(index.header()).encode() + b"\n" + index.table.numpy().tobytes()
     for place in places(path):
         with contextlib.suppress(OSError):
-            files.write(place, content)
+            atomic.write(place, content)
             return
 
 

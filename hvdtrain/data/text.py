@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hvdtrain.data import cache
 from hvdtrain.data.vocabularies import CODE_POINTS, Bytes, Characters, Pairs, Vocabulary, code_points, restore
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 
 BLOCK_BYTES = 2**22  # read and converted at a time
@@ -230,9 +230,9 @@ def checksum(facts: Facts, of_tokens: int) -> int:
 
 def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int, given: Pairs | None) -> None:
     """Convert the text to files in the cache, block by block. The caller holds the lock. Raises OSError, UserError."""
-    files.remove_partial(directory, cache.STALE_SECONDS)
+    atomic.remove_partial(directory, cache.STALE_SECONDS)
     crc = 0
-    with files.replacing(directory / f"{stem}.tokens", "wb", sync=True) as file:
+    with atomic.replacing(directory / f"{stem}.tokens", "wb", sync=True) as file:
 
         def put(tokens: Tensor) -> None:
             nonlocal crc
@@ -240,4 +240,4 @@ def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int
             file.write(tokens.numpy().data)
 
         facts = convert(paths, kind, size, given, put)
-    files.write(directory / f"{stem}.json", json.dumps(asdict(facts) | {"crc": checksum(facts, crc)}).encode())
+    atomic.write(directory / f"{stem}.json", json.dumps(asdict(facts) | {"crc": checksum(facts, crc)}).encode())

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.engines import files, user_cache
+from hvdtrain.engines import atomic, files, user_cache
 from hvdtrain.engines.errors import UserError
 
 VARIABLE = "HVDTRAIN_JOB_SECRET"
@@ -37,7 +37,7 @@ def job_secret(environment: Mapping[str, str], size: int) -> str:
     try:
         with contextlib.suppress(FileNotFoundError):
             return read(path)
-        own = path.with_name(f".secret.{os.getpid()}-{secrets.token_hex(4)}{files.PARTIAL}")
+        own = path.with_name(f".secret.{os.getpid()}-{secrets.token_hex(4)}{atomic.PARTIAL}")
         with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):  # that of another process, which was first

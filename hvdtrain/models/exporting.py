@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
 
@@ -40,7 +40,7 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
     else:
         content = written(lambda to: torch.save(whole, to))
     try:
-        files.write(path, content, sync=False)
+        atomic.write(path, content, sync=False)
     except OSError as error:
         raise files.unwritten(path, error) from error
 
@@ -66,9 +66,9 @@ def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> No
     try:
         if path.suffix == ".pt2":
             program = torch.export.export(model, inputs, dynamic_shapes=shapes)
-            files.write(path, written(lambda to: torch.export.save(program, to)), sync=False)
+            atomic.write(path, written(lambda to: torch.export.save(program, to)), sync=False)
         else:
-            with files.replacing_several(path) as place:  # above 2 GB, weights are in a second file
+            with atomic.replacing_several(path) as place:  # above 2 GB, weights are in a second file
                 torch.onnx.export(model, inputs, place, dynamo=True, dynamic_shapes=shapes, verbose=False)
     except ImportError as error:
         raise UserError(f"{path}: {error}: pip install 'hvdtrain[onnx]'") from error

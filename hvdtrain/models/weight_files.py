@@ -1,11 +1,15 @@
-"""Checks of files of weights before they are opened. Nothing in a file is executed."""
+"""Checks of files of weights: before they are opened, and whether they match a model. Nothing in a file is executed."""
 
 import contextlib
 import itertools
 import re
 import stat
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from hvdtrain.engines.buffers import is_extra
 
 MOST_HEADER_BYTES = 2**26
 MOST_TENSORS = 100_000  # a file of 67 MB with a million empty tensors took 33 s and 2 GB
@@ -40,3 +44,18 @@ def refuse_compressed(path: Path) -> None:
         unpacked, there = sum(each.file_size for each in archive.infolist()), path.stat().st_size
         if unpacked > there:
             raise ValueError(f"it is compressed: {there:,} bytes that become {unpacked:,}")
+
+
+def require_match(state: Mapping[str, Any], expected: Mapping[str, Any], *, types: bool = False) -> None:
+    """Raise ValueError if a state_dict from a file does not have the names and shapes of the model's. types: and types."""
+    for name in [*expected, *state]:
+        if name not in state or name not in expected:
+            whose = "the model lacks it" if name in state else "the file lacks it"
+            raise ValueError(f"{name}: {whose}")
+        there, here = state[name], expected[name]
+        if is_extra(name, there) or is_extra(name, here):
+            continue
+        if there.shape != here.shape:
+            raise ValueError(f"{name} is {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
+        if types and there.dtype != here.dtype:
+            raise ValueError(f"{name} is {there.dtype} in the file, {here.dtype} in the model")

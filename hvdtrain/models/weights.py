@@ -1,15 +1,14 @@
-"""Initial weights from a file, and whether they are those of a model."""
+"""Initial weights from a file."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
-from hvdtrain.models.weight_files import refuse_compressed, refuse_large_header, require_file
+from hvdtrain.models.weight_files import refuse_compressed, refuse_large_header, require_file, require_match
 
 
 def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -23,21 +22,6 @@ def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             of = "complex"
         if of or tensor.is_meta:
             raise ValueError(f"{name} is {of or 'without values (on the meta device)'}")
-
-
-def require_match(state: Mapping[str, Any], expected: Mapping[str, Any], *, types: bool = False) -> None:
-    """Raise ValueError if a state_dict from a file does not have the names and shapes of the model's. types: and types."""
-    for name in [*expected, *state]:
-        if name not in state or name not in expected:
-            whose = "the model lacks it" if name in state else "the file lacks it"
-            raise ValueError(f"{name}: {whose}")
-        there, here = state[name], expected[name]
-        if is_extra(name, there) or is_extra(name, here):
-            continue
-        if there.shape != here.shape:
-            raise ValueError(f"{name} is {tuple(there.shape)} in the file, {tuple(here.shape)} in the model")
-        if types and there.dtype != here.dtype:
-            raise ValueError(f"{name} is {there.dtype} in the file, {here.dtype} in the model")
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

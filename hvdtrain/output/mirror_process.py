@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.processes import end_with_parent
 from hvdtrain.output.remote import (
@@ -72,13 +72,13 @@ def restore(remote: Remote, output_dir: Path, flag: str) -> None:
         return
     checkpoints = output_dir / CHECKPOINTS
     checkpoints.mkdir(parents=True, exist_ok=True)
-    files.remove_partial(checkpoints)
+    atomic.remove_partial(checkpoints)
     record = output_dir / METRICS
     if os.path.lexists(record) and identity(output_dir) != remote.run:
         record.rename(files.unused(record))
     for name in (METRICS, SUMMARY):  # first: a checkpoint without a record would be another run's
         if (content := remote.get_small(name)) is not None:
-            files.write(output_dir / name, content)
+            atomic.write(output_dir / name, content)
     newest = remote.get_first(remote.checkpoints, checkpoints, lambda line: tell("warn", line))
     if newest is None:
         raise UserError(f"{flag} {remote.url} has no undamaged checkpoint: name another place")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.output.best import best_of
 
@@ -112,7 +112,7 @@ class Remote:
 
     def put_small(self, name: str, content: bytes) -> None:
         """Write a small file, so that a reader sees either the old or the new one."""
-        temporary = f".{name}{files.PARTIAL}" if self._has_directories else name  # an object appears when it is whole
+        temporary = f".{name}{atomic.PARTIAL}" if self._has_directories else name  # an object appears when it is whole
         self._fs.pipe_file(self._path(temporary), content)
         if temporary != name:
             self._fs.mv(self._path(temporary), self._path(name))
@@ -148,7 +148,7 @@ class Remote:
     def get(self, name: str, directory: Path) -> Path:
         """Copy a checkpoint to `directory` and return its path. It appears there complete or not at all. Raises Differs."""
         path = directory / name
-        with files.replacing(path, "wb", sync=True) as file:
+        with atomic.replacing(path, "wb", sync=True) as file:
             digest = hashlib.sha256()
             with self._fs.open(self._path(CHECKPOINTS, name), "rb") as source:
                 while chunk := source.read(CHUNK):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.launching import processes
 from hvdtrain.output import records
@@ -182,7 +182,7 @@ class RunOutput:
         self.event("end", **summary)
         if self.output_dir is not None:
             try:
-                files.write(self.output_dir / "summary.json", records.text(summary, indent=2) + "\n", sync=False)
+                atomic.write(self.output_dir / "summary.json", records.text(summary, indent=2) + "\n", sync=False)
             except OSError as error:
                 lines.warn(f"{self.output_dir}/summary.json not written ({error.strerror}): {records.text(summary)}")
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
 
@@ -117,7 +117,7 @@ class Record:
     def note(self) -> None:
         """Write down which record is that of this run."""
         told = json.dumps({"run_id": self.run, "tracking_uri": self.place})
-        files.write(self._id_file, told + "\n", sync=False)
+        atomic.write(self._id_file, told + "\n", sync=False)
 
 
 class Mlflow(Record):

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic
+from hvdtrain.engines.lock import Lock
 from hvdtrain.models.weight_files import refuse_large_header
 from hvdtrain.output.best import best_of, goodness
 
@@ -54,7 +55,7 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.Lock | None = None) -> None:
+def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: Lock | None = None) -> None:
     """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError or ValueError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
@@ -69,7 +70,7 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: files.L
     if lock is not None:
         lock.require_in_place()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path, "wb", sync=True) as file:
+    with atomic.replacing(path, "wb", sync=True) as file:
         file.write(data)
         if lock is not None:
             lock.require_in_place()  # also while it was written, which may take long
@@ -150,7 +151,7 @@ class Writer:
         directory: Path,
         keep: int,
         done: Callable[[Path, OSError | None], None],
-        lock: files.Lock | None = None,
+        lock: Lock | None = None,
     ):
         """lock: see `write`."""
         self.directory, self.keep, self.done, self.lock = directory, keep, done, lock

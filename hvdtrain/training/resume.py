@@ -10,9 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.engines.lock import Lock
 from hvdtrain.flags import Flags
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
@@ -47,7 +48,7 @@ class Resume:
         self.config: Facts = {}  # the flags of this run, as they are compared and saved
         self.data: Facts = {}  # what identifies its data
         self.typed: Facts = {}  # flags that name files, as they were given
-        self.lock: files.Lock | None = None
+        self.lock: Lock | None = None
         self._asked: Facts = {}  # the flags as they were given: `auto` is still `auto`
         self._warnings: list[str] = []
         self._content: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until training begins
@@ -97,7 +98,7 @@ class Resume:
         output_dir = directory.parent
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            self.lock = files.Lock(output_dir, LOCK_SECONDS)
+            self.lock = Lock(output_dir, LOCK_SECONDS)
             directory.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 (directory / LONGEST_NAME).lstat()  # now, not at the first checkpoint: a path may have 4,096 bytes
@@ -111,7 +112,7 @@ class Resume:
             which = f"{directory}: {error.strerror}" if self.lock is not None else error.strerror
             remedy = "name another directory, or free some space"
             raise UserError(f"--output-dir {output_dir} cannot be written ({which}): {remedy}") from error
-        files.remove_partial(directory)
+        atomic.remove_partial(directory)
 
     def release(self) -> None:
         """Release the lock on the output directory. Idempotent."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.analysis import measuring
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic
 from hvdtrain.output.run_output import versions
 from tests.bench.measurements import ROOT, Left
 from tests.bench.rows import Group, groups, measure_once
@@ -179,7 +179,7 @@ def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path
         "\n".join(dates(known, results, docs / "speed.md")),
         "\n",
     ]
-    with files.replacing(docs / "speed.md") as file:
+    with atomic.replacing(docs / "speed.md") as file:
         file.write("".join(parts))
 
 

@@ -63,6 +63,7 @@ class Differing(Feature, Part):
 
     def prepare(self, run: Run) -> None:
         self._run, self._own = run, dict[str, dict[str, Any]]()
+        self._models = run.prepared().models
         self._announced = False
 
     def parts(self) -> Sequence[Part]:
@@ -83,7 +84,7 @@ class Differing(Feature, Part):
         for name, what in self._run.checkpoints.registered.items():
             with contents.storable(f"run.register({name}=...): its state_dict", HOW):
                 states[name] = digest(state := state_of(what)), state
-        if integers := integers_of(self._run.prepared().models):
+        if integers := integers_of(self._models):
             states[INTEGERS] = digest(integers), integers
         everyone = (
             engine.all_gather_object({name: own for name, (own, _) in states.items()}, "registered") if states else []
@@ -104,7 +105,7 @@ class Differing(Feature, Part):
         if len(packed) == engine.size:
             self._own = unflattened(packed[engine.rank]["value"], rows[engine.rank])
             if self._run.flags.evaluate is None:
-                buffers = integers_of(self._run.prepared().models)
+                buffers = integers_of(self._models)
                 for name, value in self._own.get(INTEGERS, {"state": {}})["state"].items():
                     buffers[name].copy_(value)
         else:

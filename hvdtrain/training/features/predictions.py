@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
@@ -90,13 +90,13 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
             from safetensors.torch import save
 
             whole = {"index": indices, **values}
-            files.write(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
+            atomic.write(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
             return
         flat = {name: value.reshape(len(value), -1) for name, value in values.items()}
         head = [
             name if values[name].ndim == 1 else f"{name}_{i}" for name, v in flat.items() for i in range(v.shape[1])
         ]
-        with files.replacing(path) as text:
+        with atomic.replacing(path) as text:
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(["index", *head])
             for row, index in enumerate(indices.tolist()):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.feature import Feature
@@ -95,7 +95,7 @@ def write_trace(profiler: Any, path: Path) -> None:
 
     Trap: without room, torch's library writes half a file, or none, and tells nobody but its own log.
     """
-    with files.replacing_several(path) as place:
+    with atomic.replacing_several(path) as place:
         profiler.export_chrome_trace(str(place))
         end = b""
         if place.exists():

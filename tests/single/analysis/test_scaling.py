@@ -180,7 +180,7 @@ def test_what_was_measured_before_the_disk_was_full_is_shown(tmp_path, monkeypat
 
     done: list[list[str]] = []
     monkeypatch.setattr(scaling, "run_job", job)
-    monkeypatch.setattr("hvdtrain.engines.files.write", write)
+    monkeypatch.setattr("hvdtrain.engines.atomic.write", write)
     monkeypatch.setattr(scaling.signal, "signal", lambda *_: None)
     words = ["benchmark.py", "--np", "1,2", "--engines", "ddp", "--rounds", "2", "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", words)

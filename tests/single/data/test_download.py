@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.data import cache, idx
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
 
@@ -193,7 +193,7 @@ def test_a_later_start_tries_again_and_removes_what_a_killed_download_has_left(
     with fake.mirror(lambda request: request.send_error(503)) as (url, _):
         mirrors(url)
         failed(tmp_path / "d")
-    leftover = tmp_path / "d" / "MNIST" / "raw" / f".left{files.PARTIAL}"
+    leftover = tmp_path / "d" / "MNIST" / "raw" / f".left{atomic.PARTIAL}"
     leftover.touch()
     os.utime(leftover, (4e9, 4e9))  # a clock may have jumped
     with fake.mirror() as (url, _):

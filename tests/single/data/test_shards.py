@@ -20,7 +20,7 @@ from PIL import Image
 
 from hvdtrain.data import loading, make_shards, shard_index, shard_reading, sharding, shards
 from hvdtrain.data.shard_index import obtain, save, scan
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from tests import image_set
@@ -211,7 +211,7 @@ def test_a_shard_is_read_once_and_again_only_if_it_changed(own, monkeypatch):
 def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(own, monkeypatch, tmp_path):
     for path in own.rglob("*.index"):
         path.unlink()
-    real = files.write
+    real = atomic.write
 
     def write(path: Path, content: bytes) -> None:
         if own in path.parents:

@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import mnist
-from hvdtrain.engines import files, holders
+from hvdtrain.engines import atomic, files, holders
+from hvdtrain.engines.lock import Lock
 from hvdtrain.launching.exit_codes import run
 
 
 def test_whole_or_absent(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("before")
-    with pytest.raises(ZeroDivisionError), files.replacing(path) as file:
+    with pytest.raises(ZeroDivisionError), atomic.replacing(path) as file:
         file.write("half")
         file.flush()
         raise ZeroDivisionError
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
     assert path.read_text() == "before"
-    with files.replacing(path, "wb") as file:
+    with atomic.replacing(path, "wb") as file:
         file.write(b"after")
     assert path.read_bytes() == b"after"
 
@@ -38,7 +39,7 @@ def test_a_link_is_replaced_and_not_followed(name, exists, tmp_path):
     if exists:
         victim.write_text("mine")
     (tmp_path / "out" / name).symlink_to(victim)
-    with files.replacing(tmp_path / "out" / "a.json") as file:
+    with atomic.replacing(tmp_path / "out" / "a.json") as file:
         file.write("theirs")
     assert (tmp_path / "out" / "a.json").read_text() == "theirs"
     assert not (tmp_path / "out" / "a.json").is_symlink()
@@ -51,7 +52,7 @@ def test_a_link_is_replaced_and_not_followed(name, exists, tmp_path):
 def test_created_with_the_users_umask(tmp_path):
     before = os.umask(0o027)
     try:
-        with files.replacing(tmp_path / "a"), files.open_to_append(tmp_path / "b"):
+        with atomic.replacing(tmp_path / "a"), files.open_to_append(tmp_path / "b"):
             pass
     finally:
         os.umask(before)
@@ -125,21 +126,21 @@ def test_half_a_line_at_the_end_is_dropped(kept, half, tmp_path):
 def test_a_directory_is_locked_by_one_also_after_it_was_removed(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    first = files.Lock(out, 0)
+    first = Lock(out, 0)
     with pytest.raises(TimeoutError):
-        files.Lock(out, 0)
+        Lock(out, 0)
     first.require_in_place()
     shutil.rmtree(out)
     first.require_in_place()
     with pytest.raises(TimeoutError):
-        files.Lock(out, 0)
+        Lock(out, 0)
     (out / ".lock").unlink()
-    second = files.Lock(out, 0)
+    second = Lock(out, 0)
     with pytest.raises(OSError, match="a later run"):
         first.require_in_place()
     first.release()
     second.release()
-    files.Lock(out, 0).release()
+    Lock(out, 0).release()
 
 
 @pytest.mark.parametrize(
@@ -156,12 +157,12 @@ def test_only_who_may_write_in_a_directory_can_lock_it(of_directory, of_lock, tm
     try:
         for umask in (0o000, 0o077):
             os.umask(umask)
-            files.Lock(out, 0).release()
+            Lock(out, 0).release()
             assert stat.S_IMODE((out / ".lock").stat().st_mode) == of_lock
             (out / ".lock").chmod(0o644)  # of an earlier version
     finally:
         os.umask(before)
-    files.Lock(out, 0).release()
+    Lock(out, 0).release()
     assert stat.S_IMODE((out / ".lock").stat().st_mode) == of_lock
 
 
@@ -188,12 +189,12 @@ def test_a_lock_whose_file_was_removed_on_nfs_is_taken_again(removed, tmp_path, 
     """A run of which somebody removed the files wrote no more checkpoints, and said that its directory was moved."""
     out = tmp_path / "out"
     out.mkdir()
-    first = files.Lock(out, 0)
+    first = Lock(out, 0)
     for remove in (removed, removed_here):
         remove(out, monkeypatch)
         first.require_in_place()
         with pytest.raises(TimeoutError):
-            files.Lock(out, 0)
+            Lock(out, 0)
     out.rename(tmp_path / "moved")
     with pytest.raises(OSError, match="was moved"):
         first.require_in_place()
@@ -212,9 +213,9 @@ def test_without_locks_a_run_that_goes_on_is_respected_and_one_that_was_killed_i
     """Two jobs shared a directory without a word, and one result was lost."""
     script = """
 import sys, pathlib
-from hvdtrain.engines import files
-files.fcntl.flock = lambda *_: files.os.stat("/nowhere")
-print(files.Lock(pathlib.Path(sys.argv[1]), 0).works, flush=True)
+from hvdtrain.engines import lock
+lock.fcntl.flock = lambda *_: lock.os.stat("/nowhere")
+print(lock.Lock(pathlib.Path(sys.argv[1]), 0).works, flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -222,14 +223,14 @@ sys.stdin.read()
         assert other.stdout is not None
         assert other.stdout.readline() == "False\n"
         with pytest.raises(TimeoutError):
-            files.Lock(tmp_path, 0)
+            Lock(tmp_path, 0)
         other.kill()
-    first = files.Lock(tmp_path, 0)
+    first = Lock(tmp_path, 0)
     first.require_in_place()
     with pytest.raises(TimeoutError):
-        files.Lock(tmp_path, 0)
+        Lock(tmp_path, 0)
     first.release()
-    files.Lock(tmp_path, 0).release()
+    Lock(tmp_path, 0).release()
 
 
 @pytest.fixture
@@ -242,9 +243,9 @@ def test_locks_that_another_mount_does_not_see_are_not_believed(locks_of_a_mount
     """A second job through another mount of one directory continued the first one's run beside it."""
     script = """
 import sys, pathlib
-from hvdtrain.engines import files
-files.fcntl.flock = lambda *_: None
-print(files.Lock(pathlib.Path(sys.argv[1]), 0).works, flush=True)
+from hvdtrain.engines import lock
+lock.fcntl.flock = lambda *_: None
+print(lock.Lock(pathlib.Path(sys.argv[1]), 0).works, flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -252,19 +253,19 @@ sys.stdin.read()
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
         with pytest.raises(TimeoutError):
-            files.Lock(tmp_path, 0)
+            Lock(tmp_path, 0)
         other.kill()
-    files.Lock(tmp_path, 0).release()
-    unreleased = files.Lock(tmp_path, 0)  # of this process, such as of a training that failed in a notebook
-    files.Lock(tmp_path, 0).release()
+    Lock(tmp_path, 0).release()
+    unreleased = Lock(tmp_path, 0)  # of this process, such as of a training that failed in a notebook
+    Lock(tmp_path, 0).release()
     unreleased.release()
 
 
 def test_with_locks_of_a_mount_the_earlier_of_two_hosts_writes_no_more(locks_of_a_mount, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(holders, "here", lambda: "elsewhere")
-        first = files.Lock(tmp_path, 0)
-    second = files.Lock(tmp_path, 0)
+        first = Lock(tmp_path, 0)
+    second = Lock(tmp_path, 0)
     with pytest.raises(OSError, match=r"a later run, on \S+, writes to "):
         first.require_in_place()
     first.release()
@@ -277,18 +278,18 @@ def test_a_lock_without_room_for_its_note_is_a_lock(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(holders, "note", full)
-    lock = files.Lock(tmp_path, 0)
+    lock = Lock(tmp_path, 0)
     lock.require_in_place()
     with pytest.raises(TimeoutError):
-        files.Lock(tmp_path, 0)
+        Lock(tmp_path, 0)
     lock.release()
 
 
 def test_without_locks_the_earlier_of_two_runs_on_two_hosts_writes_no_more(without_locks, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(holders, "here", lambda: "elsewhere")
-        first = files.Lock(tmp_path, 0)
-    second = files.Lock(tmp_path, 0)
+        first = Lock(tmp_path, 0)
+    second = Lock(tmp_path, 0)
     with pytest.raises(OSError, match=r"a later run, on \S+, writes to ") as caught:
         first.require_in_place()
     assert caught.value.errno == errno.EBUSY

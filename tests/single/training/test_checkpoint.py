@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.engines import files
+from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.lock import Lock
 from hvdtrain.training import checkpoint, reading, verify
 from tests.facts import sound_facts
 
@@ -290,7 +291,7 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_pa
     elif call == "write":
         monkeypatch.setattr(Path, "open", lambda self, *mode: Full(real_open(self, *mode)))
     elif call == "directory":
-        monkeypatch.setattr(files, "sync_directory", fail)
+        monkeypatch.setattr(atomic, "sync_directory", fail)
     else:
         monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fail)
     with pytest.raises(OSError, match=os.strerror(code)):
@@ -325,7 +326,7 @@ def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing_under_its_
 ):
     out, real, moved = tmp_path / "out", getattr(owner, name), []
     out.mkdir()
-    lock = files.Lock(out, 0)
+    lock = Lock(out, 0)
 
     def move(*arguments: object, **options: object) -> object:
         if not moved:

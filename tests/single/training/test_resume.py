@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hvdtrain import imagenet, mnist, training
-from hvdtrain.engines import files
 from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
+from hvdtrain.engines.lock import Lock
 from hvdtrain.training import checkpoint, reading
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
@@ -174,7 +174,7 @@ def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monke
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
     monkeypatch.setattr("hvdtrain.training.resume.LOCK_SECONDS", 0.3)
-    held = files.Lock(copy, 1)
+    held = Lock(copy, 1)
     try:
         with pytest.raises(UserError, match="another run writes to"):
             alone(copy)
