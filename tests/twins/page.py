@@ -14,7 +14,7 @@ HEAD = """# What of torch works, differs, is refused
 
 | | |
 |---|---|
-| Claim | of {all} programs, {works} train as in plain PyTorch, {differs} differ as said, {refused} are refused; {silent} |
+| Claim | of {all} programs, {works} train as in plain PyTorch, {differs} differ as said, {refused} are refused. {silent} |
 | Command | `python -m tests.twins` |
 | Machine | virtual machine with two cores, no GPU, PyTorch {torch} |
 | Runs, spread | once with each engine and number of ranks that the table names, and once more killed and resumed |
@@ -50,7 +50,7 @@ def page(table: dict[str, Verdicts]) -> str:
     rest = len(tried) - sum(total[kind] for kind in ("works", "differs", "refused"))
     text = HEAD.format(
         works=total["works"], all=len(tried), differs=total["differs"], refused=total["refused"],
-        silent=f"{rest} are wrong" if rest else "none is wrong in silence, hangs or ends in a traceback",
+        silent=f"{rest} are wrong" if rest else "None is wrong in silence, hangs or ends in a traceback",
         torch=torch.__version__.partition("+")[0], date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
     for way in table:
