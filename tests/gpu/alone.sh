@@ -2,7 +2,6 @@
 # Tests and rates on a machine with one GPU, Python with torch, and no network. From the checkout's root:
 #   bash tests/gpu/alone.sh prepare [PYTHON]   here: what the machine needs, into .gpu (Horovod is compiled: minutes)
 #   bash tests/gpu/alone.sh SECONDS            there: results go to the folder OUT as they are found; again, it goes on
-# .gpu/patched/*.whl, if there is one: another Horovod, which some rates are compared with.
 set -u
 here=$PWD/.gpu; scripts=$(cd "$(dirname "$0")" && pwd)
 
@@ -27,7 +26,7 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HVDTRAIN_GPU_TESTS=$device H
 python=$(command -v python3); site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 say() { echo "[$SECONDS s] $*"; }
 left() { echo $((total - SECONDS - ${1:-10})); }
-rates() { timeout -k 5 "$(left 4)" "$python" -m tests.gpu.rates --out "$work/rates" --results "$out/rates.jsonl" --jpegs "$work/jpegs" --device "$device" $quick "$@"; }
+rates() { timeout -k 5 "$(left 4)" "$python" -m tests.gpu.rates --out "$work/rates" --jpegs "$work/jpegs" --device "$device" $quick "$@"; }
 save() {
     cp "$work"/tests*.txt "$out" 2> /dev/null
     tar czf "$out/.logs" -C "$work" --exclude runs --exclude patched --exclude jpegs . 2> /dev/null; mv "$out/.logs" "$out/logs.tar.gz"
@@ -47,25 +46,14 @@ if [ ! -e "$work/installed" ]; then
         hash -r
     fi
     wait $read
-    for wheel in "$here"/patched/*.whl; do
-        [ -e "$wheel" ] || continue
-        "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/patched" "$wheel"
-    done
     touch "$work/installed"; say installed
 fi
-[ -e "$work/patched" ] && patched=$work/patched || patched=
-# Where another Horovod finds torch, NCCL and MPI, beside which it does not lie.
-libraries=$(readlink -f "$site/../.."):$site/torch/lib:$(ls -d "$site"/nvidia/*/lib 2> /dev/null | paste -sd:)
 tests() { timeout -k 5 "${TEST_SECONDS:-170}" "$python" -m pytest -v --dist load -m gpu -p no:cacheprovider --durations 40 tests/gpu "$@"; }
 
 if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured meanwhile
     [ -n "$quick" ] && count="64 16" || count="12288 256"
     (nice -n 10 "$python" -m tests.gpu.jpegs "$work/jpegs" $count > "$work/jpegs.log" 2>&1 &)
-    for row in compile-256-blocks gpt2-compile; do rates --warm --only $row > "$work/warm-$row.log" 2>&1 & warm="${warm-} $!"; done
-    if [ -n "$patched" ]; then
-        PYTHONPATH=$patched LD_LIBRARY_PATH=$libraries HVDTRAIN_GPU_SEEN=$out/seen-patched tests -n 2 -k "horovod and (sum or learns or deterministic)" \
-            > "$work/tests-patched.txt" 2>&1 & warm="$warm $!"
-    fi
+    for row in compile-256 gpt2-compile; do rates --warm --only $row > "$work/warm-$row.log" 2>&1 & warm="${warm-} $!"; done
     tests -n "${TESTS_AT_ONCE:-5}" ${TESTS-} > "$work/tests.txt" 2>&1; say "tests ended with $?"
     wait $warm; say "other tests and compilations ended"
     "$python" -c 'from tests.e2e.launchers import kill; kill("job")'  # of tests that were out of time
@@ -74,5 +62,10 @@ if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured
     say "images: $(cat "$work/jpegs.log"); on the GPU: $(nvidia-smi --query-gpu=memory.used --format=csv,noheader 2> /dev/null)"
     touch "$work/tested"; save
 fi
-rates --seconds "$(left 45)" ${patched:+--patched "$patched" --libraries "$libraries"} ${ROWS:+--only $ROWS}
-say "rates ended with $?"
+rates --results "$out/rates.jsonl" --seconds "$(left 45)" ${ROWS:+--only $ROWS}; say "rates ended with $?"
+if [ -e "$here/patched" ]; then  # a wheel of another Horovod to compare with, which does not lie beside torch, NCCL and MPI
+    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/patched" "$here"/patched/*.whl
+    libraries=$(readlink -f "$site/../.."):$site/torch/lib:$(ls -d "$site"/nvidia/*/lib 2> /dev/null | paste -sd:)
+    rates --results "$out/usual.jsonl" --only horovod-2x128
+    PYTHONPATH=$work/patched LD_LIBRARY_PATH=$libraries rates --results "$out/patched.jsonl" --only horovod-2x128
+fi

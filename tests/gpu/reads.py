@@ -28,8 +28,7 @@ def count_reads(module: str, flags: list[str], result: Path) -> None:
             return
         frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
         where = ([frame for frame in frames if "hvdtrain" in Path(frame.filename).parts] or frames)[-1]
-        path = Path(where.filename)
-        lines[f"{path.parent.name}/{path.name}:{where.lineno} {where.line}"] += 1
+        lines[f"{'/'.join(Path(where.filename).parts[-2:])}:{where.lineno} {where.line}"] += 1
 
     warnings.simplefilter("always")
     warnings.showwarning = count

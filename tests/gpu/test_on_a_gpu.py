@@ -3,12 +3,10 @@
 import json
 import os
 import re
-import shutil
 import signal
-import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -28,29 +26,38 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not QUICK and not machine.gpus(), reason="torch sees no GPU here"),
 ]
+both_engines = pytest.mark.parametrize("engine", ["horovod", "ddp"])
 
 
-def saw(request, text: str) -> None:
-    """Note what a test saw, whether it passes or not."""
-    print(text)
-    if SEEN:
-        with Path(SEEN).open("a") as file:
-            file.write(f"{request.node.name}: {text}\n")
+@pytest.fixture
+def saw(request):
+    """A function that notes what a test saw, whether it passes or not."""
+
+    def note(text: str) -> None:
+        print(text)
+        if SEEN:
+            with Path(SEEN).open("a") as file:
+                file.write(f"{request.node.name}: {text}\n")
+
+    return note
 
 
-def run(engine: str, ranks: int, module: str, flags: str, out: Path | None = None, **more: str) -> Done:
+def run(
+    engine: str, ranks: int, module: str, flags: str, out: Path | None = None, device: str = DEVICE, **more: str
+) -> Done:
     """Run to the end, which must be exit code 0."""
-    done = launch(
-        machine.command(engine, ranks, module, flags, DEVICE, out), timeout=LIMIT, **machine.variables(ranks), **more
-    )
+    words = machine.command(engine, ranks, module, flags, device, out)
+    done = launch(words, timeout=LIMIT, **machine.variables(ranks), **more)
     assert done.code == 0, done
     return done
 
 
-def train(out: Path, ranks: int = 2, flags: str = "", engine: str = "horovod", **more: str) -> tuple[dict, Done]:
+def train(
+    out: Path, ranks: int = 2, flags: str = "", engine: str = "horovod", **how: str
+) -> tuple[dict[str, Any], Done]:
     """Train on the embedded digits. Return the summary, and what was said."""
     size = "--epochs 1 --train-samples 256" if QUICK else "--epochs 10"
-    done = run(engine, ranks, "hvdtrain.mnist", f"{DIGITS} {size} {flags}", out, **more)
+    done = run(engine, ranks, "hvdtrain.mnist", f"{DIGITS} {size} {flags}", out, **how)
     return json.loads((out / "summary.json").read_text()), done
 
 
@@ -58,28 +65,27 @@ def train(out: Path, ranks: int = 2, flags: str = "", engine: str = "horovod", *
 
 
 class Ended(NamedTuple):
-    """How a job of two ranks ended. left: processes on this host; left_on_gpus: those of its `on_gpus` that nvidia-smi
-    listed before, if it lists any."""
+    """How a job of two ranks ended. left: of its processes, on this host or on a GPU."""
 
     code: int
     said: str
     seconds: float
     left: list[str]
-    left_on_gpus: set[int]
-    on_gpus: int
+    on_gpus: int  # processes that nvidia-smi listed before
 
     def __str__(self) -> str:
-        held = f"{len(self.left_on_gpus)} of {self.on_gpus} still on a GPU after {machine.RELEASE_SECONDS:.0f} s"
-        return f"exit code {self.code} after {self.seconds:.1f} s; {len(self.left)} processes left, {held}"
+        return (
+            f"exit code {self.code} after {self.seconds:.1f} s, {self.on_gpus} were on a GPU; left: {self.left or None}"
+        )
 
 
 def strike(out: Path, number: signal.Signals, flags: str, engine: str = "horovod") -> Ended:
     """Train on two ranks, and send rank 1 a signal after a new checkpoint."""
-    log, before = out.with_suffix(f".{number.name}"), len(list((out / "checkpoints").glob("*.safetensors")))
-    words = machine.command(engine, 2, "hvdtrain.mnist", f"{DIGITS} {flags}", DEVICE, out)
+    log, saved = out.with_suffix(f".{number.name}"), lambda: len(list((out / "checkpoints").glob("*.safetensors")))
+    before, words = saved(), machine.command(engine, 2, "hvdtrain.mnist", f"{DIGITS} {flags}", DEVICE, out)
     with log.open("w") as said, running(words, env=machine.variables(2), stdout=said, stderr=said) as (process, job):
         until = time.monotonic() + LIMIT
-        while not sent(out, before + 1) and process.poll() is None and time.monotonic() < until:
+        while saved() == before and process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
         assert process.poll() is None, f"over before rank 1 could be sent {number.name}\n{log.read_text()}"
         starts = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"ranks"' in line]
@@ -89,123 +95,78 @@ def strike(out: Path, number: signal.Signals, flags: str, engine: str = "horovod
         os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 1), number)
         code = process.wait(LIMIT)
         seconds, held = time.monotonic() - began, machine.left_on_gpus(pids)
-        return Ended(code, log.read_text(), seconds, remaining(job), held, listed)
+        left = [*remaining(job), *(f"process {pid} on a GPU" for pid in held)]
+        return Ended(code, log.read_text(), seconds, left, listed)
 
 
-def sent(out: Path, count: int) -> bool:
-    return len(list((out / "checkpoints").glob("*.safetensors"))) >= count
-
-
-def test_killed_then_terminated_then_it_continues_with_the_same_bits(tmp_path, request):
+def test_killed_then_terminated_then_it_continues_with_the_same_bits(tmp_path, saw):
     flags = f"--epochs {8 if QUICK else 16} --train-samples 1600 --check-steps 50 --deterministic --checkpoint-steps 20"
     whole, _ = train(tmp_path / "whole", 2, flags)
-    out = tmp_path / "ended"
-    keeps = f"{flags} --keep 1000"
-    for number, code in ((signal.SIGKILL, None), (signal.SIGTERM, 75)):
-        ended = strike(out, number, keeps)
-        saw(request, f"{number.name}: {ended}")
-        assert ended.code == code if code is not None else ended.code != 0, ended.said
-        assert (ended.left, ended.left_on_gpus) == ([], set())
-    again, done = train(out, 2, keeps)
+    for number, codes in ((signal.SIGKILL, range(1, 256)), (signal.SIGTERM, [75])):
+        ended = strike(tmp_path / "ended", number, f"{flags} --keep 1000")
+        saw(f"{number.name}: {ended}")
+        assert ended.code in codes, ended.said
+        assert ended.left == []
+    again, done = train(tmp_path / "ended", 2, f"{flags} --keep 1000")
     assert "resumed after step" in done.stdout + done.stderr
     assert again["parameters_sha256"] == whole["parameters_sha256"], (again["test_loss"], whole["test_loss"])
 
 
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
-def test_a_stopped_rank_is_named_and_the_job_ends(engine, tmp_path, request):
+@both_engines
+def test_a_stopped_rank_is_named_and_the_job_ends(engine, tmp_path, saw):
     flags = "--epochs 300 --train-samples 1600 --checkpoint-steps 20 --step-timeout 5"
     ended = strike(tmp_path / "ended", signal.SIGSTOP, flags, engine)
     named = re.search(r"^.*\brank 1\b.*$", ended.said, re.M)
-    saw(request, f"{ended}: {named and named[0].strip()}")
+    saw(f"{ended}: {named and named[0].strip()}")
     assert (ended.code, bool(named)) == (1, True), ended.said
-    assert (ended.left, ended.left_on_gpus) == ([], set())
+    assert ended.left == []
     if engine == "ddp" and not QUICK:
         line = re.search(r".*is not done: rank 0 .* called it.*", ended.said)
-        saw(request, line[0].strip() if line else "no line about a collective")
+        saw(line[0].strip() if line else "no line about a collective")
         assert line, ended.said
         assert (tmp_path / "ended" / "collectives" / "rank_0").stat().st_size > 0
 
 
-# ---- the build
-
-
-def test_torch_and_horovod_are_built_for_this_gpu(request):
-    code = (
-        "import torch, horovod.torch as hvd; print(torch.__version__, torch.version.cuda, torch.cuda.get_arch_list(), "
-        "[n for n in ('mpi', 'gloo', 'nccl', 'cuda') if getattr(hvd, n + '_built')()]); "
-        f"torch.ones(1, device='{DEVICE}').add(1).item()"
-    )
-    done = launch(f'{PYTHON} -c "{code}"', **machine.variables())
-    saw(request, done.stdout.strip())
-    assert done.code == 0, done
-    assert QUICK or "'nccl'" in done.stdout
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_doctor_finds_no_problem(ranks, request):
+def test_the_doctor_finds_no_problem(ranks, saw):
     done = run("horovod", ranks, "hvdtrain.doctor", "")
-    saw(
-        request,
-        "; ".join(line.strip() for line in done.stdout.splitlines() if "warning" in line) or "nothing to warn of",
-    )
-
-
-# ---- what is computed
+    saw("; ".join(line.strip() for line in done.stdout.splitlines() if "warning" in line) or "nothing to warn of")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
-def test_the_sum_of_two_ranks(engine, dtype, request):
+@both_engines
+def test_the_sum_of_two_ranks(engine, dtype, saw):
     done = run(engine, 2, "hvdtrain.reduce", f"--dtype {dtype}")
     got = re.findall(r"after \d+ data (\S+)", done.stdout)
-    saw(request, ", ".join(got))
+    saw(", ".join(got))
     assert got == ["3", "3"], done
 
 
 @pytest.mark.parametrize(
-    ("engine", "ranks", "flags"),
-    [
-        ("horovod", 1, ""),
-        ("ddp", 1, ""),
-        ("horovod", 2, "--check-steps 5"),
-        ("ddp", 2, "--check-steps 5"),
-        ("horovod", 2, "--amp fp16"),  # with a loss scaler
-        ("ddp", 2, "--amp fp16"),
-        ("horovod", 2, "--compression bf16"),
-        ("horovod", 2, "--compression fp16"),
-        ("ddp", 2, "--compression fp16"),
-    ],
+    ("ranks", "flags"),
+    [(1, ""), (2, "--check-steps 5"), (2, "--amp fp16"), (2, "--compression fp16"), ("all", "--check-steps 5")],
 )
-def test_it_learns_the_digits(engine, ranks, flags, tmp_path, request):
+@both_engines
+def test_it_learns_the_digits(engine, ranks, flags, tmp_path, saw):
+    if ranks == "all" and (ranks := machine.gpus()) < 3:
+        pytest.skip(f"needs three GPUs: torch sees {ranks}")
     summary, done = train(tmp_path / "run", ranks, flags, engine)
-    saw(request, f"accuracy {summary['test_accuracy']:.1%}")
+    saw(f"accuracy {summary['test_accuracy']:.1%}")
     assert QUICK or (summary["test_accuracy"] > 0.9 and (f"{engine} over NCCL" in done.stdout)), done
 
 
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
-def test_every_gpu_takes_a_rank(engine, tmp_path, request):
-    if machine.gpus() < 2:
-        pytest.skip(f"needs two GPUs: torch sees {machine.gpus()}")
-    summary, _ = train(tmp_path / "run", machine.gpus(), "--check-steps 5", engine)
-    saw(request, f"{machine.gpus()} ranks: accuracy {summary['test_accuracy']:.1%}")
-    assert summary["test_accuracy"] > 0.9
-
-
-@pytest.mark.parametrize("engine", ["horovod", "ddp"])
-def test_deterministic_twice(engine, tmp_path, request):
+@both_engines
+def test_deterministic_twice(engine, tmp_path, saw):
     one, other = (train(tmp_path / name, 2, "--deterministic", engine)[0] for name in ("one", "other"))
-    saw(request, f"test losses {one['test_loss']} and {other['test_loss']}")
+    saw(f"test losses {one['test_loss']} and {other['test_loss']}")
     assert one["parameters_sha256"] == other["parameters_sha256"]
 
 
-def test_the_loss_of_a_cpu(tmp_path, request):
+def test_the_loss_of_a_cpu(tmp_path, saw):
     flags = "--epochs 1 --optimizer sgd --lr 0.01 --momentum 0 --lr-schedule constant --amp off"
     here = train(tmp_path / "here", 1, flags, "serial", NVIDIA_TF32_OVERRIDE="0")[0]["test_loss"]
-    words = f"{PYTHON} -m hvdtrain.mnist --engine serial {DIGITS} {'--train-samples 256' if QUICK else ''} {flags}"
-    done = launch(f"{words} --device cpu --output-dir {tmp_path / 'cpu'}", timeout=LIMIT)
-    assert done.code == 0, done
-    there = json.loads((tmp_path / "cpu" / "summary.json").read_text())["test_loss"]
-    saw(request, f"{here:.6f} here, {there:.6f} on the CPU")
+    there = train(tmp_path / "there", 1, flags, "serial", device="cpu")[0]["test_loss"]
+    saw(f"{here:.6f} here, {there:.6f} on the CPU")
     assert abs(here - there) < CLOSE
 
 
@@ -219,7 +180,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_no_line_waits_for_the_gpu_in_each_quiet_step(script, tmp_path, request):
+def test_no_line_waits_for_the_gpu_in_each_quiet_step(script, tmp_path, saw):
     """Runs of two lengths: what the longer one reads more often is read by its steps, whatever start and end read."""
     batch, lengths = (2, (2, 4)) if QUICK else (16, (20, 40))
     text = tmp_path / "text"
@@ -235,10 +196,5 @@ def test_no_line_waits_for_the_gpu_in_each_quiet_step(script, tmp_path, request)
         counts.append(json.loads(found.read_text()))
     short, long = counts
     each = {line: (count - short.get(line, 0)) / (lengths[1] - lengths[0]) for line, count in long.items()}
-    saw(request, "; ".join(f"{count:.2g} a step at {line}" for line, count in each.items() if count > 0) or "none")
+    saw("; ".join(f"{count:.2g} a step at {line}" for line, count in each.items() if count > 0) or "none")
     assert max(each.values(), default=0) < OFTEN, each
-
-
-def test_nothing_of_this_needs_what_the_machine_lacks():
-    """A rehearsal finds programs that are missing, before a GPU is paid for."""
-    assert shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -99,8 +99,8 @@ OWN = {
     "a subclass of SequentialSampler": EveryOther, "a subclass of RandomSampler": FirstTwice, "a list": lambda data: LISTED,
     "an iterable without length": lambda data: Without(), "one that grows": lambda data: Growing(),
 }  # fmt: skip
-BY_SEED = "a shuffled order is hvdtrain's own, by --seed"
-OF_ONE_RANK = "with drop_last, an evaluation leaves out less than a batch of one rank, not of all"
+BY_SEED = "a shuffled order is hvdtrain's own, by --seed, as a line says"
+OF_ONE_RANK = "with drop_last, an evaluation leaves out less than a batch of one rank, not of all, as a line says"
 WHOLE = "a batch of a batch_sampler stays whole, on one rank"
 
 

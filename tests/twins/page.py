@@ -14,14 +14,14 @@ HEAD = """# What of torch works, differs, is refused
 
 | | |
 |---|---|
-| Claim | of {all} programs, {works} train as in plain PyTorch, {differs} differ as said, {refused} are refused; {silent} |
+| Claim | of {all} programs, {works} train as in plain PyTorch, {differs} differ as said, {refused} are refused. {silent} |
 | Command | `python -m tests.twins` |
 | Machine | virtual machine with two cores, no GPU, PyTorch {torch} |
 | Runs, spread | once with each engine and number of ranks that the table names, and once more killed and resumed |
 | Date | {date} |
 
 The command walks torch's namespaces, and makes a program of each layer, loss, optimizer, scheduler, sampler and so on.
-Each is trained by hvdtrain and by a plain loop. A new version of torch is one run: new names are in the table by themselves.
+Each is trained by hvdtrain and by a plain loop. `--list` prints all, and why some have no program.
 
 **works**: within rounding, it has the losses and weights of the plain loop with the global batch. Samples are the same in
 each epoch. The evaluation is that of the whole set. All ranks have the same bits, and so has a run that is killed and
@@ -50,7 +50,7 @@ def page(table: dict[str, Verdicts]) -> str:
     rest = len(tried) - sum(total[kind] for kind in ("works", "differs", "refused"))
     text = HEAD.format(
         works=total["works"], all=len(tried), differs=total["differs"], refused=total["refused"],
-        silent=f"{rest} are wrong" if rest else "none is wrong in silence, hangs or ends in a traceback",
+        silent=f"{rest} are wrong" if rest else "None is wrong in silence, hangs or ends in a traceback",
         torch=torch.__version__.partition("+")[0], date=time.strftime("%Y-%m-%d"),
     )  # fmt: skip
     for way in table:
@@ -71,16 +71,23 @@ def page(table: dict[str, Verdicts]) -> str:
     text += "\n## Differs\n\n| why | programs |\n|---|---|\n"
     differs = {name: worst(list(by_name[name].values())).detail for name in tried if kinds[name] == "differs"}
     for why in dict.fromkeys(differs.values()):
-        text += f"| {why} | {cell('; '.join(name for name in differs if differs[name] == why))} |\n"
+        of_why = [name for name in differs if differs[name] == why]
+        shown = (f"{each.rstrip(',:')}: {'; '.join(part(name, each) for name in of_why if family(name) == each)}"
+                 for each in dict.fromkeys(map(family, of_why)))  # fmt: skip
+        text += f"| {why} | {cell(' / '.join(shown))} |\n"
     text += "\n## Works\n\nBy kind, and how many do. A name stands for its variants, such as `foreach=True`.\n\n"
     for each in families:
         of_kind = [name for name in tried if family(name) == each]
-        works = [name.removeprefix(each).strip() for name in of_kind if kinds[name] == "works"]
+        works = [part(name, each) for name in of_kind if kinds[name] == "works"]
         shown = ", ".join(dict.fromkeys(name.partition(",")[0] for name in works if name))
         text += f"- {each.rstrip(',:')}, {len(works)} of {len(of_kind)}{f': {cell(shown)}' if shown else ''}\n"
     text += "\n## Not tried\n\nPlain PyTorch refuses these on a CPU, or no arguments were found:\n"
     skipped = [*SKIPPED, *(name for name in names if kinds[name] == "torch")]
     return f"{text}{cell(', '.join(skipped))}\n"
+
+
+def part(name: str, family: str) -> str:
+    return name.removeprefix(family).strip()
 
 
 def family(name: str) -> str:

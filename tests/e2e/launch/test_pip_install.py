@@ -79,3 +79,12 @@ def test_each_command_trains_alone_and_under_torchrun(name, bare, tmp_path):
         found = summary(where / "out")
         assert (found["world_size"], found["engine"]) == (ranks, "serial" if ranks == 1 else "ddp"), done
         assert "Traceback" not in done.stderr, done
+
+
+def test_the_starter_and_the_doctor_need_no_more(bare, tmp_path):
+    done = run(bare, "-m hvdtrain.starter --local-ranks 2 --oversubscribe", COMMANDS["mnist"], tmp_path)
+    assert done.code == 0, done
+    assert summary(tmp_path / "out")["engine"] == "ddp"
+    done = launch(f"{bare}/python -m hvdtrain.doctor", cwd=tmp_path)
+    assert "ModuleNotFoundError" not in done.stdout + done.stderr, done
+    assert "interface" in done.stdout, done

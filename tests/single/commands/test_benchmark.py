@@ -30,6 +30,14 @@ def test_a_language_model_gets_windows_of_tokens_and_the_next_ones(engine):
     assert not torch.equal(tokens, another)
 
 
+@pytest.mark.parametrize(("flags", "shape"), [("gpt-small", (256,)), ("convnet", (1, 28, 28))])
+def test_batches_are_made_on_the_device(flags, shape):
+    """A step copies nothing there. The meta device is a stand-in for a GPU: it would refuse a tensor of the CPU."""
+    somewhere = SimpleNamespace(device=torch.device("meta"), rank=0)
+    for batch in batches(somewhere, f"--model {flags} --batch-size 2", 9, shape):
+        assert {part.device.type for part in batch} == {"meta"}
+
+
 def test_images_are_others_each_time_and_the_same_for_a_seed(engine):
     flags = "--model convnet --batch-size 4 --channels-last"
     mine, same = (batches(engine, flags, 9) for _ in range(2))

@@ -51,6 +51,19 @@ def own_tars(tars, tmp_path) -> Path:
     return Path(shutil.copytree(tars, tmp_path / "tars"))
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 256), ("cpu", imagenet.TEST_BATCH)])
+def test_evaluations_on_a_gpu_have_batches_of_the_trainings_size(device, expected, folder, engine, monkeypatch):
+    """The name of a device is a stand-in for a GPU: nothing is computed."""
+    run = SimpleNamespace(device=torch.device(device), engine=engine, raising_together=engine.raising_together)
+
+    def opened(*_: object, test_batch: int, **how: object) -> None:
+        raise InterruptedError(test_batch)
+
+    monkeypatch.setattr(imagenet, "open_folder", opened)
+    with pytest.raises(InterruptedError, match=f"^{expected}$"):
+        imagenet.open_source(imagenet.parse(f"--batch-size 256 --workers 0 --data-dir {folder}".split()), run)
+
+
 def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, engine):
     source = images.open_folder(engine, folder, side=SIDE, seed=3, workers=0)
     plan = loading.Plan(48, 48, 3, epochs=2, rank=1, size=2, batch_size=7)

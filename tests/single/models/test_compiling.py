@@ -90,6 +90,16 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def test_a_gpu_needs_a_c_compiler_which_triton_would_miss_only_in_the_first_step(own_cache, tmp_path, monkeypatch):
+    gpu = torch.device("cuda")  # a stand-in: nothing is compiled
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match="--compile on a GPU needs a C compiler: install gcc, set CC, or leave it out"):
+        require_compiler(gpu)
+    (tmp_path / "clang").touch(mode=0o755)
+    require_compiler(gpu)
+
+
 def test_what_is_compiled_is_kept_where_nobody_else_can_write(own_cache, tmp_path):
     """torch's own place is one name in the directory for temporary files: what another user put there was executed."""
     program = """
