@@ -13,13 +13,13 @@ from hvdtrain.data.sharding import PlannedStep, mixed_seed, seed_generators
 from hvdtrain.engines.accelerators import exact
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import require_free
 from hvdtrain.training.inputs import Batch, Input
 from hvdtrain.training.prepared import ADDED, Prepared
 from hvdtrain.training.state import TrainState
 
 if TYPE_CHECKING:
+    from hvdtrain.output.clock import Clock
     from hvdtrain.training.counts import Counts
     from hvdtrain.training.mistakes import Outputs
 
@@ -82,7 +82,7 @@ class Shared:
 
     engine: Engine
     prepared: Prepared
-    clock: Clock
+    clock: "Clock"
     state: TrainState
     seed: int
     autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
