@@ -28,7 +28,7 @@ import torch
 
 from hvdtrain import mnist, training
 from hvdtrain.data import loading
-from hvdtrain.engines import files, launchers
+from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
 from hvdtrain.hangs import peers
@@ -142,7 +142,7 @@ before(training.Run, "evaluating", "evaluate")
 before(evaluation.Evaluations, "_go_on", "evaluating")
 before(checkpoints.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
-before(files, "sync_directory", "directory")
+before(atomic, "sync_directory", "directory")
 before(checkpoint, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch

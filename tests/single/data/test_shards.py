@@ -20,7 +20,7 @@ from PIL import Image
 
 from hvdtrain.data import loading, make_shards, shard_index, shard_reading, sharding, shards
 from hvdtrain.data.shard_index import obtain, save, scan
-from hvdtrain.engines import atomic, files
+from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from tests import image_set
@@ -218,7 +218,7 @@ def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(own, monk
             raise PermissionError(13, "Permission denied")
         real(path, content)
 
-    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(atomic, "write", write)
     expected, _ = open_them(own)  # neither there nor in a cache: in memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert open_them(own)[0].facts == expected.facts
