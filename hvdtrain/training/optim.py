@@ -81,7 +81,13 @@ def eager(kind: type[Kind]) -> type[Kind]:
 
 
 def build(
-    name: str, parameters: ParamsT, rate: float, momentum: float, weight_decay: float, fused: bool = False
+    name: str,
+    parameters: ParamsT,
+    rate: float,
+    momentum: float,
+    weight_decay: float,
+    fused: bool = False,
+    beta2: float = 0.999,
 ) -> torch.optim.Optimizer:
     """Return an optimizer: `name` is "sgd", "adam" or "adamw". For adam and adamw, `momentum` is beta 1.
 
@@ -90,7 +96,7 @@ def build(
     if name == "sgd":
         return eager(torch.optim.SGD)(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
     kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    settings: dict[str, Any] = dict(lr=rate, betas=(momentum, 0.999), weight_decay=weight_decay)
+    settings: dict[str, Any] = dict(lr=rate, betas=(momentum, beta2), weight_decay=weight_decay)
     return with_fused(kind, parameters, **settings) if fused else eager(kind)(parameters, **settings)
 
 

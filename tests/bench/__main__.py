@@ -114,6 +114,7 @@ class Found(NamedTuple):
         return f"**{median:.3g}** ({least:.3g} to {most:.3g})"
 
 
+NOT_YET = "not measured yet"
 # A row of speed.md: key, what, target, measured, repeats, what limits it.
 ROW = re.compile(
     r"\| (?P<key>\S+) \|.*?\|.*?\| \*\*(?P<median>\S+)\*\* \((?P<least>\S+) to (?P<most>\S+)\) \| (?P<repeats>\d+) \|"
@@ -127,7 +128,7 @@ def collect(known: list[Group], results: Path, page: Path) -> dict[str, Found]:
     found = {}
     for group in known:
         path = results / f"{group.name}.json"
-        content = json.loads(path.read_text()) if path.exists() else {"values": {}, "left": "not measured yet"}
+        content = json.loads(path.read_text()) if path.exists() else {"values": {}, "left": NOT_YET}
         for row in group.rows:
             if values := content["values"].get(row.key, []):
                 found[row.key] = Found((min(values), statistics.median(values), max(values)), len(values))
@@ -144,11 +145,15 @@ def table(known: list[Group], found: dict[str, Found]) -> str:
         "| row | what | target | measured: median (range) | n | what limits it |",
         "|---|---|---|---|---:|---|",
     ]
+    unknown = []
     for row in (row for group in known for row in group.rows):
         one = found[row.key]
+        if one.why == NOT_YET:
+            unknown.append(row.key)
+            continue
         cells = (row.key, row.what, row.target, str(one), str(one.repeats), row.limit)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(["", f"Rows not measured yet: `{', '.join(unknown)}`."] if unknown else [])])
 
 
 DATED = re.compile(r"([\w-]+) \(([\d.]+)\)")  # a group and its load
