@@ -109,7 +109,7 @@ def paths(scratch: Path) -> dict[str, set[Function]]:
     plain = traced(scratch, "plain")
     saving = traced(scratch, "saving", "--checkpoint-steps", "3", "--output-dir", f"{scratch}/saving")
     stopped = traced(scratch, "stopped", "--checkpoint-steps", "3", "--output-dir", f"{scratch}/out", stop=True)
-    begun = traced(scratch, "begun", "--output-dir", f"{scratch}/begun")
+    begun = traced(scratch, "begun", "--checkpoint-steps", "0", "--output-dir", f"{scratch}/begun")  # none by the clock
     resumed = traced(scratch, "resumed", "--output-dir", f"{scratch}/out")
     step = {function for function in plain[QUIET] if function.thread == "main"}
     checkpoint = set().union(*saving[1:STEPS]) - set().union(*begun[1:STEPS])
