@@ -49,6 +49,7 @@ class RunOutput:
         """track_as: --track, and the name of the experiment or project in which to record the run."""
         self.speaks = engine.rank == 0
         self.output_dir = output_dir if self.speaks else None
+        self._said_once: set[str] = set()
         self._unheard = False  # the last line could not be written to standard output
         self._lock = threading.Lock()
         self._began = time.monotonic() - seconds_since_process_start()
@@ -102,6 +103,12 @@ class RunOutput:
             why = getattr(error, "strerror", None) or error
             lines.warn(f"standard output cannot be written for now ({why}): training continues")
         self._unheard = error is not None
+
+    def say_once(self, line: str) -> None:
+        """Print a line once in this run."""
+        if line not in self._said_once:
+            self._said_once.add(line)
+            self.say(line)
         if self._display is not None:
             self._display.draw()
 

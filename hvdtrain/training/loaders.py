@@ -55,7 +55,9 @@ class Loader(Input):
             type(part).__module__ == RandomSampler.__module__ and getattr(part, "generator", None)
             for part in parts_of(sampler)
         ):
-            output.say("samples: in an order by --seed and the epoch, also of a sampler with a generator= of its own")
+            output.say_once(
+                "samples: in an order by --seed and the epoch, also of a sampler with a generator= of its own"
+            )
 
     def _read_sampler(self) -> None:
         """Take the order of a sampler of the user's own; here, there is none."""

@@ -63,7 +63,7 @@ if [ ! -e "$work/tested" ]; then  # tests beside each other: no rate is measured
     touch "$work/tested"; save
 fi
 rates --results "$out/rates.jsonl" --seconds "$(left 45)" ${ROWS:+--only $ROWS}; say "rates ended with $?"
-if [ -e "$here/patched" ]; then  # a wheel of another Horovod to compare with, which does not lie beside torch, NCCL and MPI
+if [ -e "$here/patched" ] && [ -z "${NO_INSTALL-}" ]; then  # another Horovod, which does not lie beside torch, NCCL and MPI
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/patched" "$here"/patched/*.whl
     libraries=$(readlink -f "$site/../.."):$site/torch/lib:$(ls -d "$site"/nvidia/*/lib 2> /dev/null | paste -sd:)
     rates --results "$out/usual.jsonl" --only horovod-2x128
