@@ -20,7 +20,7 @@ SIZES = {"500": (375, 500, 256, 24), "2000": (1500, 2000, 64, 8)}  # height, wid
 PAIRS = (("folder", "torchvision"), ("folder", "spdl"), ("shards", "webdataset"))
 NOISE = (
     "0.05 * torch.rand",
-    "0.19 * torch.rand",
+    "0.25 * torch.rand",
 )  # of `IMAGES`, and for files of 105 kB at 500 x 375 pixels: ImageNet's mean
 HEAD = """
 import json, os, sys, time, psutil, torch
