@@ -55,7 +55,8 @@ def main() -> None:
                 continue
             began = time.monotonic()
             print(json.dumps([twin.name]), file=file, flush=True)
-            faulthandler.dump_traceback_later(WITH_WORKERS if twin.brief else LIMIT, exit=True, file=stack)
+            starts = twin.brief or "num_workers" in twin.name
+            faulthandler.dump_traceback_later(WITH_WORKERS if starts else LIMIT, exit=True, file=stack)
             verdict = outcome(engine, twin)
             faulthandler.cancel_dump_traceback_later()
             seconds = round(time.monotonic() - began, 2)
