@@ -121,7 +121,7 @@ def test_the_default_model_learns_the_digits(two):
     assert done["default"].code == 0, done
     result = summary(root / "default")
     config = events(root / "default", "start")[0]["config"]
-    assert (config["model"], result["epochs"], result["steps"]) == ("cosinenet", 10, 10 * 9)  # ceil(1415 / 160)
+    assert (config["model"], result["epochs"], result["steps"]) == ("cosinenet", 10, 10 * 8)  # ceil(1415 / 192)
     assert result["test_accuracy"] > 0.93
 
 

@@ -27,8 +27,8 @@ def test_cosinenet_has_a_fixed_first_layer():
     count = {True: 0, False: 0}
     for parameter in model.parameters():
         count[parameter.requires_grad] += parameter.numel()
-    assert count == {True: 38_954, False: 375}
-    assert torch.equal(model[0].weight, cosines(15, 5))
+    assert count == {True: 40_682, False: 525}
+    assert torch.equal(model[0].weight, cosines(21, 5))
     logits = model(torch.rand(3, 1, 28, 28))
     assert logits.shape == (3, 10)
     logits.sum().backward()
@@ -45,7 +45,7 @@ def test_cosines_are_the_transform_with_both_signs():
 
 
 def test_ranks_share_256_samples_of_a_step(monkeypatch):
-    assert [shared_batch(ranks) for ranks in (1, 2, 3, 4, 8, 16, 100)] == [80, 80, 80, 64, 32, 16, 16]
+    assert [shared_batch(ranks) for ranks in (1, 2, 3, 4, 8, 16, 100)] == [96, 96, 85, 64, 32, 16, 16]
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
     assert (parse([]).batch_size, parse([]).derived) == (32, {"batch_size"})
@@ -61,7 +61,7 @@ RECIPE_FLAGS = ("model", "batch_size", "optimizer", "lr", "momentum", "lr_schedu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", ("cosinenet", 80, "adam", 0.03, 0.85, "onecycle", 0.05)),
+        ("", ("cosinenet", 96, "adam", 0.03, 0.85, "onecycle", 0.05)),
         ("--model convnet", ("convnet", 64, "adam", 0.01, 0.9, "onecycle", 0.05)),
         ("--model convnet --lr 0.5", ("convnet", 64, "adam", 0.5, 0.9, "onecycle", 0.05)),
         ("--recipe classic", ("convnet", 100, "sgd", 1e-4, 0.0, "constant", 0.0)),
