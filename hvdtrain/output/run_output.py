@@ -103,14 +103,14 @@ class RunOutput:
             why = getattr(error, "strerror", None) or error
             lines.warn(f"standard output cannot be written for now ({why}): training continues")
         self._unheard = error is not None
+        if self._display is not None:
+            self._display.draw()
 
     def say_once(self, line: str) -> None:
         """Print a line once in this run."""
         if line not in self._said_once:
             self._said_once.add(line)
             self.say(line)
-        if self._display is not None:
-            self._display.draw()
 
     def progress(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
         """Show the progress of training (see `progress.Display.show`)."""
