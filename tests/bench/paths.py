@@ -9,7 +9,7 @@ step          between two updates of the optimizer that log nothing and save not
 checkpoint    in a run with --checkpoint-steps; not in one without
 resume        up to the first update of a run that continues from a checkpoint; not in one that begins
 stop          in a run that SIGTERM ends; not in one with a checkpoint that ends by itself
-evaluation    after the last update of an epoch, in a run without checkpoints; not in a step
+evaluation    from run.evaluating() to the end of its block; not in a step
 
 The eager import closure of a file is what an import of it loads of hvdtrain, without imports inside of functions.
 """
@@ -54,13 +54,21 @@ def trace(out: Path, *, stop: bool) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     called: list[set[Function]] = [set()]
+    evaluation: set[Function] = set()
+    evaluates = False
     prefix = f"{PACKAGE}/"
 
     def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal evaluates
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(prefix) and code.co_name != "<module>":
             thread = "main" if threading.get_ident() == threading.main_thread().ident else "other"
-            called[-1].add(Function(code.co_filename.removeprefix(prefix), code.co_qualname, thread))
+            function = Function(code.co_filename.removeprefix(prefix), code.co_qualname, thread)
+            called[-1].add(function)
+            if code.co_name in ("evaluating", "epochs"):  # which goes on with its loop after the block
+                evaluates = code.co_name == "evaluating"
+            if evaluates:
+                evaluation.add(function)
 
     def updated(*_: object) -> None:
         if not called[-1]:  # Horovod's optimizer and the one that it wraps both come here
@@ -79,14 +87,14 @@ def trace(out: Path, *, stop: bool) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
         if os.environ.get("HOROVOD_RANK") == "0":
-            out.write_text(json.dumps([sorted(functions) for functions in called]))
+            out.write_text(json.dumps([sorted(functions) for functions in [*called, evaluation]]))
 
 
 # ---------------------------------------------------------------------------------------------- the paths
 
 
 def traced(scratch: Path, name: str, *flags: str, stop: bool = False) -> list[set[Function]]:
-    """Return what rank 0 called before the first update, after it, after the second, and so on."""
+    """Return what rank 0 called before the first update, after it, after the second, and so on; last, in evaluations."""
     out = scratch / f"{name}.json"
     words = [
         sys.executable,
@@ -118,7 +126,7 @@ def paths(scratch: Path) -> dict[str, set[Function]]:
         "checkpoint": checkpoint,
         "resume": resumed[0] - begun[0],
         "stop": set().union(*stopped) - set().union(*saving),
-        "evaluation": plain[STEPS] - set().union(*plain[1:STEPS]),
+        "evaluation": plain[-1] - set().union(*plain[1:STEPS]),
     }
 
 
