@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hvdtrain import training
 from hvdtrain.training.features import kubeflow
 from tests.single.training.small import N, X, Y, flags_for, network
+from tests.waiting import wait_for
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/default/trainjobs/mine/status"
 
@@ -92,19 +93,12 @@ def train(each=lambda step: None) -> None:
                 run.record(loss=(model(X[mine]) - Y[mine]).square().flatten())
 
 
-def wait_for(true, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_progress_and_metrics_are_posted_with_the_newest_token(server, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(kubeflow, "POST_SECONDS", 0.05)
 
     def each(step):
         if step.number == 3:
-            wait_for(lambda: server.posts)
+            wait_for(lambda: server.posts, "no post")
             (tmp_path / "token").write_text("second\n")  # as Kubernetes replaces it
 
     train(each)
@@ -127,7 +121,7 @@ def test_a_server_that_does_not_answer_delays_no_step(server, monkeypatch, capfd
     monkeypatch.setattr(kubeflow, "END_SECONDS", 0.2)
     server.held.clear()
     done = []
-    train(lambda step: (step.number == 2 and wait_for(lambda: server.posts), done.append(len(server.posts))))
+    train(lambda step: (step.number == 2 and wait_for(lambda: server.posts, "no post"), done.append(len(server.posts))))
     assert done[1:] == [1] * 9
 
 
@@ -135,7 +129,9 @@ def test_a_server_that_does_not_answer_delays_no_step(server, monkeypatch, capfd
 def test_an_outage_costs_one_warning_and_a_redirect_gets_no_token(answer, server, monkeypatch, capfd):
     monkeypatch.setattr(kubeflow, "POST_SECONDS", 0.01)
     server.answer = answer
-    train(lambda step: wait_for(lambda: len(server.posts) >= min(step.number - 1, 3)))  # each is told after the step
+    train(
+        lambda step: wait_for(lambda: len(server.posts) >= min(step.number - 1, 3), "too few posts")
+    )  # each is told after the step
     said = capfd.readouterr().err
     assert said.count("does not take the progress at the moment (HTTP Error") == 1, said
     assert {path for path, _, _ in server.posts} == {PATH}

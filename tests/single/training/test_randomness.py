@@ -157,7 +157,7 @@ class Ranks(Collectives):
         pass
 
     def all_reduce_(self, tensor, op, name):
-        raise NotImplementedError
+        raise NotImplementedError  # generators are never added up
 
 
 def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_other_seeds():
