@@ -23,20 +23,20 @@ HEAD = """# What of torch works, differs, is refused
 The command walks torch's namespaces, and makes a program of each layer, loss, optimizer, scheduler, sampler and so on.
 Each is trained by hvdtrain and by a plain loop. `--list` prints all, and why some have no program.
 
-**works**: within rounding, it has the losses and weights of the plain loop with the global batch. Samples are the same in
+**works**: losses and weights are those of the plain loop with the global batch, up to rounding. Samples are the same in
 each epoch. The evaluation is that of the whole set. All ranks have the same bits, and so has a run that is killed and
-resumed. Programs with DataLoader workers are not resumed here. Neither are losses, and layers without weights.
+resumed. Losses, layers without weights and programs with DataLoader workers are not resumed here.
 
-**differs**: a plain loop with the global batch cannot give the same numbers. Samples, evaluation, ranks and the resumed run
-are compared as above. Where the loss of a sample depends on the others of its batch, each rank has its own
-([why](../how-it-works.md#the-gradient)). Losses and weights then are those of a plain loop that sums up the gradients of the
-ranks' parts.
+**differs**: a plain loop with the global batch cannot give the same numbers. The rest is compared as above. Where the loss
+of a sample depends on the others of its batch, each rank has its own ([why](../how-it-works.md#the-gradient)). The plain
+loop then sums up the gradients of the ranks' parts.
 
 **refused**: exit code 2 and one line, which the table quotes. It counts here if one way refuses it.
 
 | ranks and engine | works | differs | refused | fails in one line | another value | traceback | hangs |
 |---|---:|---:|---:|---:|---:|---:|---:|
 """
+MOST_NAMED = 10  # names of a kind that are listed
 KINDS = ["works", "differs", "refused", "failed", "WRONG", "TRACEBACK", "HANGS"]
 
 
@@ -75,15 +75,17 @@ def page(table: dict[str, Verdicts]) -> str:
         shown = (f"{each.rstrip(',:')}: {'; '.join(part(name, each) for name in of_why if family(name) == each)}"
                  for each in dict.fromkeys(map(family, of_why)))  # fmt: skip
         text += f"| {why} | {cell(' / '.join(shown))} |\n"
-    text += "\n## Works\n\nBy kind, and how many do. A name stands for its variants, such as `foreach=True`.\n\n"
+    text += "\n## Works\n\nBy kind, and how many do. A name stands for its variants, such as `foreach=True`. "
+    text += f"Of more than {MOST_NAMED} names, none is listed: it is each that is not above.\n\n"
     for each in families:
         of_kind = [name for name in tried if family(name) == each]
         works = [part(name, each) for name in of_kind if kinds[name] == "works"]
-        shown = ", ".join(dict.fromkeys(name.partition(",")[0] for name in works if name))
-        text += f"- {each.rstrip(',:')}, {len(works)} of {len(of_kind)}{f': {cell(shown)}' if shown else ''}\n"
-    text += "\n## Not tried\n\nPlain PyTorch refuses these on a CPU, or no arguments were found:\n"
-    skipped = [*SKIPPED, *(name for name in names if kinds[name] == "torch")]
-    return f"{text}{cell(', '.join(skipped))}\n"
+        shown = list(dict.fromkeys(name.partition(",")[0] for name in works if name))
+        listed = f": {cell(', '.join(shown))}" if 0 < len(shown) <= MOST_NAMED else ""
+        text += f"- {each.rstrip(',:')}, {len(works)} of {len(of_kind)}{listed}\n"
+    skipped = Counter(family(name) for name in (*SKIPPED, *(name for name in names if kinds[name] == "torch")))
+    text += f"\nPlain PyTorch refuses {skipped.total()} more on a CPU, or no arguments were found: "
+    return f"{text}{', '.join(f'{each} {count}' for each, count in skipped.items())}.\n"
 
 
 def part(name: str, family: str) -> str:
