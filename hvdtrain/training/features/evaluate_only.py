@@ -8,7 +8,7 @@ from torch import Tensor
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.evaluation import Evaluations
 from hvdtrain.training.features.predictions import Predictions, write_predictions
-from hvdtrain.training.loop import Phase
+from hvdtrain.training.loop import Length, Phase
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step
 
@@ -25,8 +25,10 @@ class EvaluationRun(Run):
     def epochs(
         self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
     ) -> Iterator[int]:
-        """Yield the epoch of the checkpoint once, without steps: its evaluations are repeated."""
+        """Yield the epoch of the checkpoint once, without steps: its evaluations are repeated. stop_at: what they should
+        reach; else, the exit code is 3."""
         self.prepared("run.epochs()")
+        self.length = Length(goals={name: goal for name, goal in (stop_at or {}).items() if goal is not None})
         self.metrics_logger.only_evaluates, self.phase = True, Phase.HEAD
         yield self.metrics_logger.number() - 1
         self.phase = Phase.OUTSIDE

@@ -58,6 +58,13 @@ def test_evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_fla
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(("goal", "code"), [(0.01, 0), (1, 3)])
+def test_the_exit_code_of_an_evaluation_says_whether_the_target_is_reached(goal, code, tmp_path, capsys):
+    trained(mnist, SCRIPTS["mnist"][1], tmp_path / "run")
+    assert trained(mnist, f"--evaluate {tmp_path / 'run'} --target-accuracy {goal}").code == code
+    assert ("target accuracy 100.00% not reached" in capsys.readouterr().out) == (code == 3)
+
+
 def test_predictions_are_in_the_order_of_the_data_set(tmp_path, data):
     script, flags = SCRIPTS["imagenet"]
     run = tmp_path / "run"
