@@ -37,6 +37,29 @@ def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
     return max(1, int(min(mine, cores / ranks) + 1e-6)), cores
 
 
+def turn_on(rank: int, cores: Sequence[tuple[str, Collection[int]]]) -> int | None:
+    """Return the core that `rank` takes turns on, where a host has more ranks than cores: as many ranks on each core.
+
+    cores: as in `threads_for`. None where there are cores enough, or the ranks cannot be divided evenly, or a launcher has
+    bound some of them. Trap: the kernel takes a rank that waits in MPI for one that works, and leaves other cores with more
+    ranks that do.
+    """
+    host, mine = cores[rank]
+    neighbours = [number for number, (where, _) in enumerate(cores) if where == host]
+    alike = all(set(cores[number][1]) == set(mine) for number in neighbours)
+    if not alike or len(neighbours) <= len(mine) or len(neighbours) % len(mine):
+        return None
+    return sorted(mine)[neighbours.index(rank) * len(mine) // len(neighbours)]
+
+
+def stay_on(core: int) -> None:
+    """Keep this process on a core, with all threads that it has. Does nothing where there is no /proc."""
+    with contextlib.suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), {core})
+
+
 def near_gpu(
     address: str, mine: Collection[int], on_host: int, devices: Path = Path("/sys/bus/pci/devices")
 ) -> set[int]:

@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hvdtrain.engines import arithmetic, gpu
 from hvdtrain.engines.base import Engine, Setting
-from hvdtrain.engines.cores import cpu_quota, near_gpu, threads_for
+from hvdtrain.engines.cores import cpu_quota, near_gpu, stay_on, threads_for, turn_on
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
@@ -69,16 +69,33 @@ def start(
     engine.notes += arithmetic.set_up(engine.device, deterministic=deterministic, tuning=tuning)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):
         engine.notes.append(Setting("malloc keeps freed memory"))
-    share = cores_of_rank(engine)  # a collective, whatever flags this rank has: differences are refused later
+    # A collective, whatever flags this rank has: differences are refused later.
+    cores = cores_of_ranks(engine)
+    core = turn_on(engine.rank, cores)
     if threads is not None or tuning:
-        torch.set_num_threads(threads or share)
+        torch.set_num_threads(threads or share_of(engine.rank, cores))
+    if tuning and core is not None and engine.device.type == "cpu" and torch.get_num_threads() == 1:
+        stay_on(core)
+        engine.notes.append(Setting("more ranks than cores: as many on each"))
     return engine
+
+
+def cores_of_ranks(engine: Engine) -> list[tuple[str, list[int]]]:
+    """Return host and cores of each rank. A collective."""
+    cores: list[tuple[str, list[int]]] = engine.all_gather_object(
+        [socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores"
+    )
+    return cores
 
 
 def cores_of_rank(engine: Engine) -> int:
     """Return this rank's share of the cores that it may run on, at least 1. A collective."""
-    cores = engine.all_gather_object([socket.gethostname(), sorted(os.sched_getaffinity(0))], "cores")
-    return threads_for(engine.rank, cores, min(cpu_quota(), cores_of_job(os.environ, announced())))
+    return share_of(engine.rank, cores_of_ranks(engine))
+
+
+def share_of(rank: int, cores: Sequence[tuple[str, Sequence[int]]]) -> int:
+    """Return this rank's share of the cores that it may run on, at least 1. cores: host and cores of each rank."""
+    return threads_for(rank, cores, min(cpu_quota(), cores_of_job(os.environ, announced())))
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -5,19 +5,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hvdtrain.engines.cores import cpu_quota, near_gpu
+from hvdtrain.engines.cores import cpu_quota, near_gpu, turn_on
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
     bound_unexplained,
 )
 from hvdtrain.engines.precision import computes_in_bf16
-from hvdtrain.engines.start import cores_of_rank
+from hvdtrain.engines.start import share_of
 
 SOCKETS = [("a", range(8)), ("a", range(8, 16)), ("a", range(8))]  # mpirun -np 3 on two sockets: the third starts over
 SHARES = {  # hosts and cores of the ranks, quota of the container, cores of the Slurm job, threads
@@ -40,14 +39,43 @@ def test_threads_are_a_share_of_the_cores_that_the_rank_may_run_on(monkeypatch, 
         for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": str(of_job)}.items():
             monkeypatch.setenv(name, value)
     told = []
-    for rank, (host, cores) in enumerate(places):
+    for rank, (_, cores) in enumerate(places):
         # Of each process: a rank in a PID namespace of its own sees no launcher, and Slurm's may have cores of its own.
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(cores))
-        everyone = [[name, list(theirs)] for name, theirs in places]
-        local_size = [name for name, _ in places].count(host)
-        engine = SimpleNamespace(rank=rank, local_size=local_size, all_gather_object=lambda *_, told=everyone: told)
-        told.append(cores_of_rank(engine))
+        told.append(share_of(rank, [(name, list(theirs)) for name, theirs in places]))
     assert told == expected
+
+
+TURNS = {  # hosts and cores of the ranks, and the core of each
+    "four on two cores": ([("a", range(2))] * 4, [0, 0, 1, 1]),
+    "cores enough": ([("a", range(4))] * 4, [None] * 4),
+    "three on two cores": ([("a", range(2))] * 3, [None] * 3),  # two of them would wait for a core that another leaves
+    "bound by a launcher": ([("a", [0]), ("a", [1])] * 2, [None] * 4),
+    "two hosts": ([("a", [4, 6]), ("b", [0])] * 4, [4, 0, 4, 0, 6, 0, 6, 0]),
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_more_ranks_than_cores_are_divided_evenly(case):
+    places, expected = TURNS[case]
+    assert [turn_on(rank, places) for rank in range(len(places))] == expected
+
+
+def test_all_threads_stay_on_the_core():
+    """In a process of its own: those of the tests keep their cores."""
+    script = """
+import os, threading
+from hvdtrain.engines.cores import stay_on
+ends = threading.Event()
+threading.Thread(target=ends.wait).start()
+core = max(os.sched_getaffinity(0))
+stay_on(core)
+threads = os.listdir("/proc/self/task")
+print(len(threads), all(os.sched_getaffinity(int(thread)) == {core} for thread in threads))
+ends.set()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 True\n", done.stderr
 
 
 def test_cpu_quota_is_the_tightest_on_the_way_down(tmp_path):
