@@ -56,6 +56,9 @@ WAITS = {
     "first-step": "from Enter to the end of the first step",
     "ctrl-c": "from Ctrl-C to the prompt",
 }
+DECODING = "[decoding](tuning.md#reading-images)"
+MPIRUN = "[mpirun looks once a second](tuning.md#start-up-by-launcher)"
+LIMITS = {"ctrl-c-mpirun": MPIRUN, "ctrl-c-horovodrun": MPIRUN}
 LAUNCHERS = {"alone": "one process", "mpirun": "2 ranks", "horovodrun": "2 ranks", "torchrun": "2 ranks"}
 
 
@@ -107,8 +110,8 @@ def of_one_host() -> tuple[Group, ...]:
             for ours, theirs in PAIRS for size in SIZES for key in (f"{ours}-{theirs}-{size}",)
             for row in (
                 Row(key, f"{ours} of JPEGs of {size} pixels, 2 ranks with a worker each, over {theirs}",
-                    "≥ 1.5" if theirs == "torchvision" else "≥ 1", "decoding"),
-                Row(f"{key}-cpu", f"the same: CPU seconds per image of {theirs} over ours", "≥ 1", "decoding"),
+                    "≥ 1.5" if theirs == "torchvision" else "≥ 1", DECODING),
+                Row(f"{key}-cpu", f"the same: CPU seconds per image of {theirs} over ours", "≥ 1", DECODING),
             )
         )),
         Group("resnet", resnet, (
@@ -162,7 +165,8 @@ def of_training() -> tuple[Group, ...]:
         )),
         *(
             Group(f"waits-{launcher}", waits(launcher), tuple(
-                Row(f"{key}-{launcher}", f"{launcher}, {ranks}: seconds {what}, over a bare script's", "≤ 1.1", "")
+                Row(f"{key}-{launcher}", f"{launcher}, {ranks}: seconds {what}, over a bare script's", "≤ 1.1",
+                    LIMITS.get(f"{key}-{launcher}", ""))
                 for key, what in WAITS.items()
             ))
             for launcher, ranks in LAUNCHERS.items()
