@@ -10,10 +10,11 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, launch
 # the files that look at what is sent, and how.
 SENT = ("collectives", "download", "flags", "late", "shards", "training", "waiting")
 CASES = [("starter", "horovod", 3, ()), ("horovodrun", "horovod", 2, SENT)]
-# Each engine at each number of ranks, over either transport. Of other launchers with ddp, test_engines.py has a training.
-REST = [("mpirun", "horovod", 1), ("horovodrun", "horovod", 2), ("mpirun", "horovod", 3), ("gloo", "horovod", 3)]
-REST += [("torchrun", "ddp", 1), ("torchrun", "ddp", 2), ("torchrun", "ddp", 3)]
-CASES += [pytest.param(*case, (), marks=pytest.mark.slow) for case in REST]
+# Each engine at each number of ranks; under Gloo's other launcher, what is sent, and hosts as workers, which are slow tests.
+# Of other launchers with ddp, test_engines.py has a training.
+REST = [(launcher, "horovod", ranks, ()) for launcher, ranks in (("mpirun", 1), ("horovodrun", 2), ("mpirun", 3))]
+REST += [("gloo", "horovod", 3, (*SENT, "hosts_as_workers")), *(("torchrun", "ddp", ranks, ()) for ranks in (1, 2, 3))]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 
 
 @pytest.mark.leaves("pytest-of-")  # the suite's own temporary files
@@ -26,6 +27,6 @@ def test_parallel_suite(launcher, engine, ranks, files, request):
     folder = ROOT / "tests" / "parallel"
     paths = shlex.join(str(folder / f"test_{name}.py") for name in files) or shlex.quote(str(folder))
     suite = f"{python} -m pytest {marks} -x -q --color=no -p no:cacheprovider {paths}"
-    done = launch(f"{start} {suite}", timeout=200, HVDTRAIN_TEST_ENGINE=engine)
+    done = launch(f"{start} {suite}", timeout=350, HVDTRAIN_TEST_ENGINE=engine)
     assert done.code == 0, done
     assert done.stdout.count(" passed") == ranks, done
