@@ -23,19 +23,19 @@ setup:
 run: setup
 	. .venv/bin/activate && exec horovodrun -np $(NP) python -m hvdtrain.mnist $(RUN)
 
-# What a user relies on; then all the rest; both. JOBS files at a time, at most 8 if you do not say: two more than cores, because
-# many tests wait for a launcher or for a time limit; of the rest, which keeps the cores busy, one more.
+# What a user relies on; then all the rest; both. JOBS files at a time, at most 8 if you do not say: three more than cores, because
+# many tests wait for a launcher or for a time limit; of the rest, two.
 # TEST="FILE -k NAME -s" is pytest's, and one at a time.
 CORES := $(shell nproc)
 at_once = -n $(or $(JOBS),$(shell echo $$(($(CORES) + $(1) < 8 ? $(CORES) + $(1) : 8)))) --dist loadfile --no-loadscope-reorder
 test: setup
-	. .venv/bin/activate && exec python -m pytest $(or $(TEST),$(call at_once,2))
+	. .venv/bin/activate && exec python -m pytest $(or $(TEST),$(call at_once,3))
 
 test-slow: setup
-	. .venv/bin/activate && exec python -m pytest -m slow $(or $(TEST),$(call at_once,1))
+	. .venv/bin/activate && exec python -m pytest -m slow $(or $(TEST),$(call at_once,2))
 
 test-all: setup
-	. .venv/bin/activate && exec python -m pytest -m "" $(or $(TEST),$(call at_once,1))
+	. .venv/bin/activate && exec python -m pytest -m "" $(or $(TEST),$(call at_once,2))
 
 lint: setup
 	. .venv/bin/activate && ruff check . && ruff format --check . && mypy && MYPYPATH=launch mypy launch/*.py launch/setup

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+import pytest
+
 from tests.hidden_gpus import HIDDEN
 
 # Before any test imports torch; what a test starts inherits it.
@@ -14,3 +16,20 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, whose training is to ignore it; tests send it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# The files that take longest come first, so that no worker is left with one at the end: those that compute, and those that
+# wait for a time limit meanwhile.
+FIRST = (
+    "e2e/engines/test_parallel.py", "e2e/training/test_programs.py", "single/launching/test_import_timeout.py",
+    "e2e/engines/test_engines.py", "single/hangs/test_monitor.py", "e2e/launch/test_restarts.py",
+    "single/launch/test_setup.py", "single/launching/test_local_ranks.py", "e2e/commands/test_mnist.py",
+    "single/hangs/test_leaving.py", "e2e/launch/test_hosts.py", "e2e/docs/test_documentation.py",
+    "e2e/training/test_guard.py", "e2e/launch/test_start_timeout.py", "e2e/engines/test_horovod_calls.py",
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"tests/{name}": place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
