@@ -85,8 +85,8 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     if flags.model in gpt.SIZES:
         for name in ("image_size", "channels_last"):
             if getattr(flags, name):
-                said = f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}"
-                raise UserError(said, everywhere=True)
+                message = f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}"
+                raise UserError(message, everywhere=True)
         flags.batch_size = flags.batch_size or 12
     else:
         small = flags.model in convnet.MODELS
@@ -129,8 +129,8 @@ class Trainer:
             self.others.device = engine.device
         optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
         predivide = precision.default_predivision(flags.compression, engine.size)
-        how = dict(compression=flags.compression, predivide=predivide)
-        self.replica, self.optimizer = self.others.distribute(model, optimizer, **how)
+        settings = dict(compression=flags.compression, predivide=predivide)
+        self.replica, self.optimizer = self.others.distribute(model, optimizer, **settings)
         self.others.broadcast(model, self.optimizer)
         self.forward = compiled(self.replica, engine.device) if flags.compile else self.replica
         self.autocast = torch.autocast(engine.device.type, AMP_DTYPES[flags.amp], enabled=flags.amp != "off")
@@ -206,13 +206,13 @@ def summarize(flags: Flags, engine: Engine, measured: Result) -> Result:
 def block(result: Result) -> list[str]:
     """Return the result as lines for the terminal."""
     size, rate, peak = result["world_size"], result["samples_per_second"], result["peak"]
-    how = [result["amp"] if result["amp"] != "off" else "float32"]
-    how += [name for name in ("channels_last", "compile") if result[name]]
-    how += ["no communication"] * (not result["communicates"])
+    settings = [result["amp"] if result["amp"] != "off" else "float32"]
+    settings += [name for name in ("channels_last", "compile") if result[name]]
+    settings += ["no communication"] * (not result["communicates"])
     spread = f"{rate['least']:,.1f} to {rate['most']:,.1f}, " if rate["n"] > 1 else ""
     threads = result["ranks"][0]["threads"]
     shown = [
-        f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {', '.join(how)}",
+        f"{result['model']}, batch {result['batch_size_per_rank']} per rank, {', '.join(settings)}",
         f"{size} rank{'s'[: size > 1]} on {result['hosts']} host{'s'[: result['hosts'] > 1]}, {result['description']}, "
         f"{result['ranks'][0]['device'].split(':')[0]}, {threads} torch thread{'s'[: threads > 1]} per rank",
         f"  throughput       {rate['mean']:,.1f} samples/s ({spread}n = {rate['n']} of {result['steps']} steps)",

@@ -55,26 +55,26 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 
 
 def main() -> int:
-    here, found = Here(parse()), Findings()
+    here, findings = Here(parse()), Findings()
     flags = here.flags
     for check in ALONE:
-        with found.check(check.__name__.removeprefix("check_").replace("_", " ")):
-            check(found, here)
+        with findings.check(check.__name__.removeprefix("check_").replace("_", " ")):
+            check(findings, here)
     engine = None
-    if found.worst() != "problem":  # else the engine would hang or abort
-        with found.check("start"):
+    if findings.worst() != "problem":  # else the engine would hang or abort
+        with findings.check("start"):
             engine = start(flags.engine, device=flags.device)
     if engine is None:
         time.sleep(LINGER_SECONDS if announced().rank else 0)  # rank 0 prints first; mpirun then ends the others
-        show(merged([found.all], announced().rank), 1, flags.json)
+        show(merged([findings.all], announced().rank), 1, flags.json)
         return 1
     with engine:
         for together in TOGETHER:
-            together(found, here, engine)
-        findings = merged(engine.all_gather_object(found.all, "findings"))
+            together(findings, here, engine)
+        rows = merged(engine.all_gather_object(findings.all, "findings"))
         if engine.rank == 0:
-            show(findings, engine.size, flags.json)
-        return int(any(finding["level"] == "problem" for finding in findings))
+            show(rows, engine.size, flags.json)
+        return int(any(finding["level"] == "problem" for finding in rows))
 
 
 if __name__ == "__main__":

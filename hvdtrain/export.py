@@ -68,8 +68,8 @@ def model_of(facts: Facts, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Te
         return build_model(name, facts["data"]["classes"], side), torch.rand(2, 3, side, side)
     if name in MODELS:
         return MODELS[name](), torch.rand(2, 1, 28, 28)
-    how = "write run.export(FILE, model, example) in it, or export the weights (.safetensors)"
-    raise UserError(f"the checkpoint is of a program whose model is not known here: {how}")
+    remedy = "write run.export(FILE, model, example) in it, or export the weights (.safetensors)"
+    raise UserError(f"the checkpoint is of a program whose model is not known here: {remedy}")
 
 
 def evaluated(facts: Facts) -> str:

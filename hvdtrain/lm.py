@@ -99,8 +99,8 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     flags = parser.parse(argv, RECIPES)
     if flags.epochs is not None:
         if (steps := parser.parse(argv).steps) is not None:
-            said = f"--steps {steps} cannot go with --epochs {flags.epochs}: leave one of them out"
-            raise UserError(said, everywhere=True)
+            message = f"--steps {steps} cannot go with --epochs {flags.epochs}: leave one of them out"
+            raise UserError(message, everywhere=True)
         flags.steps = None
     if flags.width % flags.heads:
         raise UserError(f"--width {flags.width} is not a multiple of --heads {flags.heads}", everywhere=True)
@@ -118,14 +118,14 @@ def share_batch(flags: Flags, ranks: int) -> None:
     share, rest = divmod(total, ranks)
     if rest:
         fitting = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-        said = f"a step of --recipe {flags.recipe} has {total} sequences, which {ranks} ranks cannot share equally"
-        raise UserError(f"{said}: give --batch-size, of each rank, or use -np {fitting}", everywhere=True)
+        message = f"a step of --recipe {flags.recipe} has {total} sequences, which {ranks} ranks cannot share equally"
+        raise UserError(f"{message}: give --batch-size, of each rank, or use -np {fitting}", everywhere=True)
     if flags.accumulate is None:
         flags.accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= LARGEST_BATCH)
     flags.batch_size, rest = divmod(share, flags.accumulate)
     if rest:
-        said = f"--accumulate {flags.accumulate} does not divide a rank's {share} sequences of a step"
-        raise UserError(f"{said}: give --batch-size, too", everywhere=True)
+        message = f"--accumulate {flags.accumulate} does not divide a rank's {share} sequences of a step"
+        raise UserError(f"{message}: give --batch-size, too", everywhere=True)
 
 
 def load(flags: Flags, run: training.Run) -> text.Text:
@@ -134,10 +134,10 @@ def load(flags: Flags, run: training.Run) -> text.Text:
         data = text.load(flags.text, flags.tokens, flags.vocabulary_size, flags.tokenizer)
         windows, context = text.whole_windows(data.train, flags.context), flags.context
         if windows < run.size or len(data.validation) < 2:
-            said = (
+            message = (
                 f"the text is too short: {windows} sequences of --context {context} in its first 90 %, {run.size} ranks"
             )
-            raise UserError(f"{said}: use a longer text, or a smaller --context")
+            raise UserError(f"{message}: use a longer text, or a smaller --context")
         if run.checkpoints.resume.facts is not None and "vocabulary" in (
             held := run.checkpoints.resume.facts["registered"]
         ):

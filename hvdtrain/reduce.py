@@ -56,10 +56,10 @@ def main() -> int:
         except UserError:
             raise
         except Exception as error:  # each engine, and each library below it, raises its own types
-            said = (
+            message = (
                 f"{engine.description} has no {flags.op} of {flags.dtype} ({str(error).splitlines()[0]}): use float32"
             )
-            raise UserError(said, everywhere=True) from error
+            raise UserError(message, everywhere=True) from error
         held = engine.all_gather_object(
             [before, text(number)], "held"
         )  # only rank 0 prints: lines of several would mix

@@ -66,30 +66,30 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def meeting_of(options: argparse.Namespace, told: Announced) -> Meeting:
+def meeting_of(options: argparse.Namespace, place: Announced) -> Meeting:
     """Return the rendezvous of this process with the others of the job. Raises UserError."""
-    host, port = meeting_point(os.environ, told.launcher) if told.size > 1 else ("127.0.0.1", 0)
-    secret = job_secret(os.environ, told.size)
-    return Meeting(told.rank, told.size, host, options.port or port, options.interface, options.wait, secret)
+    host, port = meeting_point(os.environ, place.launcher) if place.size > 1 else ("127.0.0.1", 0)
+    secret = job_secret(os.environ, place.size)
+    return Meeting(place.rank, place.size, host, options.port or port, options.interface, options.wait, secret)
 
 
-def start_one(options: argparse.Namespace, told: Announced, words: list[str]) -> run_script.Program:
+def start_one(options: argparse.Namespace, place: Announced, words: list[str]) -> run_script.Program:
     """Connect to the other ranks, if there are any, and return the program that this process is to run."""
-    if told.size > 1:
-        meeting = meeting_of(options, told)
+    if place.size > 1:
+        meeting = meeting_of(options, place)
         try:
             meeting.come(1)
             meeting.wait()
         except (UserError, Failure) as error:
             error.everywhere = False  # the others may be told something else, or nothing
             raise
-        os.environ.update(meeting.environment(told.rank))
+        os.environ.update(meeting.environment(place.rank))
     else:
         os.environ.update(GLOO_ALONE)
     return run_script.find(words)
 
 
-def start_all(options: argparse.Namespace, told: Announced, words: list[str]) -> int:
+def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -> int:
     """Start all ranks of this host, and return their exit code. In a rank, this function does not return."""
     from hvdtrain.engines.cores import share_of_host
     from hvdtrain.launching import capacity, forker
@@ -98,10 +98,10 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
     ranks = options.local_ranks
     if bound_by_default(os.environ):  # by mpirun, which knows of only one process here
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    cores = capacity.cores_here(os.environ, told)
+    cores = capacity.cores_here(os.environ, place)
     if not options.oversubscribe:
-        capacity.refuse_too_many_for_cores(ranks, cores, told.launcher)
-    meeting = meeting_of(options, told)
+        capacity.refuse_too_many_for_cores(ranks, cores, place.launcher)
+    meeting = meeting_of(options, place)
     meeting.say = say
     # OpenMP reads this once, when torch is imported, so each rank's share must be set before.
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_host(ranks, cores)[0]))
@@ -112,10 +112,10 @@ def start_all(options: argparse.Namespace, told: Announced, words: list[str]) ->
         return Supervisor(started, words, ranks, meeting).run()
     except (UserError, Failure) as error:
         meeting.fail(str(error))
-        if told.rank == 0:
+        if place.rank == 0:
             raise
         # Each host has a log of its own, and its number is none of a rank, as `exit_codes.run` would call it.
-        say(f"error: on {socket.gethostname()}, host {told.rank} of {told.size} (from 0): {error}")
+        say(f"error: on {socket.gethostname()}, host {place.rank} of {place.size} (from 0): {error}")
         return error.exit_code
     finally:
         meeting.linger()
@@ -135,13 +135,13 @@ def start() -> int:
     options, words = parse(sys.argv[1:])
     if not words or words == ["-m"]:
         raise UserError("nothing to run: name a module, as in `-m hvdtrain.mnist`, or a file", everywhere=True)
-    told = announced()
-    if told.launcher == "horovodrun":
+    place = announced()
+    if place.launcher == "horovodrun":
         raise UserError("horovodrun has started Horovod already: leave hvdtrain.starter out", everywhere=True)
     if options.local_ranks is not None:
-        return start_all(options, told, words)
+        return start_all(options, place, words)
     import_timeout.limit_import()
-    run_script.run(start_one(options, told, words))
+    run_script.run(start_one(options, place, words))
     return 0
 
 

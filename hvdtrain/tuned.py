@@ -58,18 +58,18 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
     return flags, words
 
 
-def tune(told: Announced, repeatable: bool) -> str:
+def tune(place: Announced, repeatable: bool) -> str:
     """Set what the environment does not set yet, before torch is imported, and return a description. Raises UserError."""
     notes = []
     if bound_by_default(os.environ):
         # The kernel reduces the set to the cores that the job is allowed.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         notes.append("mpirun's default binding to one core undone")
-    ranks = ranks_on_host(os.environ, told)
-    threads, cores = share_of_host(ranks or 1, min(cpu_quota(), cores_of_job(os.environ, told)))
+    ranks = ranks_on_host(os.environ, place)
+    threads, cores = share_of_host(ranks or 1, min(cpu_quota(), cores_of_job(os.environ, place)))
     # Where the launcher does not tell how many ranks share this host, their threads are left to torch and the launcher.
     settings = tuned_environment(os.environ, FAST if ranks is None else {"OMP_NUM_THREADS": str(threads)} | FAST)
-    if told.launcher == "none":
+    if place.launcher == "none":
         # Open MPI 4 would start a daemon first, which takes time, and which a relocated MPI cannot find.
         settings |= tuned_environment(os.environ, {"OMPI_MCA_ess_singleton_isolated": "1"})
     if repeatable:
@@ -85,23 +85,24 @@ def tune(told: Announced, repeatable: bool) -> str:
 
         if keep_freed_memory(os.environ):
             notes.append("malloc keeps freed memory")
-    said = f"{told.size} rank{'s'[: told.size > 1]}, "
+    line = f"{place.size} rank{'s'[: place.size > 1]}, "
     if ranks is None:
-        said += f"{told.launcher} does not tell how many on this host: set OMP_NUM_THREADS to each rank's share of its cores"
+        remedy = "set OMP_NUM_THREADS to each rank's share of its cores"
+        line += f"{place.launcher} does not tell how many on this host: {remedy}"
     else:
         used = os.environ["OMP_NUM_THREADS"]
-        said += f"on this host {ranks} x {used} thread{'s'[: used != '1']} on {cores:g} core{'s'[: cores != 1]}"
-    return f"{said}; {'; '.join(notes) or 'everything is set already'}"
+        line += f"on this host {ranks} x {used} thread{'s'[: used != '1']} on {cores:g} core{'s'[: cores != 1]}"
+    return f"{line}; {'; '.join(notes) or 'everything is set already'}"
 
 
-def refuse_torchrun(told: Announced) -> None:
+def refuse_torchrun(place: Announced) -> None:
     """Raise UserError under torchrun."""
-    if told.launcher == "torchrun":
-        how = "start with horovodrun or mpirun"
-        raise UserError(f"Horovod cannot see the ranks that torchrun starts: {how}", everywhere=True)
+    if place.launcher == "torchrun":
+        remedy = "start with horovodrun or mpirun"
+        raise UserError(f"Horovod cannot see the ranks that torchrun starts: {remedy}", everywhere=True)
 
 
-def attach(flags: argparse.Namespace, told: Announced) -> list["ScriptWatchdog"]:
+def attach(flags: argparse.Namespace, place: Announced) -> list["ScriptWatchdog"]:
     """Hook into the script's import of Horovod, and return the list to which its watchdog is then added."""
     watchdogs: list[ScriptWatchdog] = []
 
@@ -113,7 +114,7 @@ def attach(flags: argparse.Namespace, told: Announced) -> list["ScriptWatchdog"]
             from hvdtrain.hangs.script_watchdog import ScriptWatchdog
 
             watchdogs.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch))
-        foreign.attach(hvd, told, watchdogs[0] if watchdogs else None, repeatable=flags.repeatable)
+        foreign.attach(hvd, place, watchdogs[0] if watchdogs else None, repeatable=flags.repeatable)
 
     ImportHook("horovod.torch", arrived)
     return watchdogs
@@ -129,15 +130,15 @@ def main() -> None:
     import_timeout.report_start()
     try:
         flags, words = parse()
-        told = announced()
-        refuse_torchrun(told)
-        done = tune(told, flags.repeatable)
+        place = announced()
+        refuse_torchrun(place)
+        done = tune(place, flags.repeatable)
         compile_cache.use_private()
         script = run_script.find(words)
-        watchdogs = attach(flags, told)
+        watchdogs = attach(flags, place)
     except UserError as error:
         end_with(error)
-    if told.rank == 0:
+    if place.rank == 0:
         say(done)
     mine = os.getpid()
     failed: BaseException | None = None
@@ -156,13 +157,13 @@ def main() -> None:
             for watchdog in watchdogs:
                 watchdog.end(failed, code)
             if failed is None and not code:
-                unused(told, words)
+                unused(place, words)
 
 
-def unused(told: Announced, words: list[str]) -> None:
+def unused(place: Announced, words: list[str]) -> None:
     """Print a warning if the script never imported Horovod."""
-    if told.rank == 0 and not any(name.split(".")[0] == "horovod" for name in sys.modules):
-        alone = f": its {told.size} ranks each ran alone" if told.size > 1 else ""
+    if place.rank == 0 and not any(name.split(".")[0] == "horovod" for name in sys.modules):
+        alone = f": its {place.size} ranks each ran alone" if place.size > 1 else ""
         say(f"warning: {script_of(words)} never imported Horovod{alone}")
 
 

@@ -36,8 +36,8 @@ def add_flags(parser: cli.Parser) -> None:
 def settle(flags: Flags) -> None:
     """Raise UserError for sizes that do not go together."""
     if flags.min_bytes > flags.max_bytes:
-        said = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
-        raise UserError(said, everywhere=True)
+        message = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
+        raise UserError(message, everywhere=True)
 
 
 def sweep(engine: Engine, flags: Flags) -> list[Row]:

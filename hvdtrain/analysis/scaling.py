@@ -79,8 +79,8 @@ def settle(flags: Flags, argv: Sequence[str]) -> None:
     flags.output_dir = flags.output_dir or Path("runs/scaling")
     hosts = slots(flags.hosts) if flags.hosts else {}
     if hosts and flags.np[-1] > sum(hosts.values()):
-        said = f"--np {flags.np[-1]}, but --hosts {flags.hosts} has {sum(hosts.values())} slots: add hosts or slots"
-        raise UserError(said)
+        message = f"--np {flags.np[-1]}, but --hosts {flags.hosts} has {sum(hosts.values())} slots: add hosts or slots"
+        raise UserError(message)
     if flags.interface and not hosts:
         raise UserError("--interface joins hosts: name them with --hosts NAME:SLOTS,...")
     if flags.threads is None:

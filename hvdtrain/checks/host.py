@@ -20,41 +20,41 @@ CLOCK_SECONDS = 60.0  # ssh may take a part of it
 SLOW_INTERFACE = 1000  # Mbit/s
 
 
-def check_launcher(found: Findings, here: Here) -> None:
+def check_launcher(findings: Findings, here: Here) -> None:
     """Report what started this process, or which launchers are on PATH."""
-    told = announced()
-    if told.launcher != "none":
-        found.ok(f"started by {told.launcher}: {told.size} ranks")
+    place = announced()
+    if place.launcher != "none":
+        findings.ok(f"started by {place.launcher}: {place.size} ranks")
         return
     able = [name for name in ("horovodrun", "mpirun", "srun", "ssh") if shutil.which(name)]
-    found.ok(f"started alone; launchers on PATH: {', '.join(able) or 'none'}")
+    findings.ok(f"started alone; launchers on PATH: {', '.join(able) or 'none'}")
     if "SLURM_JOB_ID" in os.environ:
         do = "`srun python -m hvdtrain.doctor`, or launch/slurm.sbatch"
-        found.warning("in a Slurm job, but not started by srun or mpirun", "one process trains, the others idle", do)
+        findings.warning("in a Slurm job, but not started by srun or mpirun", "one process trains, the others idle", do)
 
 
-def check_home(found: Findings, here: Here) -> None:
+def check_home(findings: Findings, here: Here) -> None:
     """Check that this user has a home directory: a container may run with any user id."""
     try:
         Path.home()
     except RuntimeError:
         do = "export HOME=DIR, a directory that you can write to"
-        found.problem("HOME is not set, and this user id has no name", "mpirun crashes (SIGSEGV, exit code 139)", do)
+        findings.problem("HOME is not set, and this user id has no name", "mpirun crashes (SIGSEGV, exit code 139)", do)
 
 
-def check_name(found: Findings, here: Here) -> None:
+def check_name(findings: Findings, here: Here) -> None:
     """Check that this host's name resolves, and note its address."""
     name = socket.gethostname()
     try:
         here.address = socket.gethostbyname(name)
     except OSError as error:
         do = f"echo '127.0.1.1 {name}' >> /etc/hosts (one host), or the host's real address there or in DNS (several)"
-        found.problem(f"this host's name {name} does not resolve ({error})", "Gloo aborts, with a core dump", do)
+        findings.problem(f"this host's name {name} does not resolve ({error})", "Gloo aborts, with a core dump", do)
         return
-    found.ok(f"{name} resolves to {here.address}")
+    findings.ok(f"{name} resolves to {here.address}")
 
 
-def check_interfaces(found: Findings, here: Here) -> None:
+def check_interfaces(findings: Findings, here: Here) -> None:
     """Check that the named network interfaces exist, and report the speed of each that is up."""
     import psutil
 
@@ -65,7 +65,9 @@ def check_interfaces(found: Findings, here: Here) -> None:
             plain = name.lstrip("=")
             if plain and "/" not in plain and not any(interface.startswith(plain) for interface in known):
                 do = f"name one of {', '.join(sorted(known))} ({variable}, or --interface)"
-                found.problem(f"{variable}={name}: no such interface here", "the ranks would not find each other", do)
+                findings.problem(
+                    f"{variable}={name}: no such interface here", "the ranks would not find each other", do
+                )
     for name in sorted(known):
         state = states.get(name)
         addresses = [entry.address for entry in known[name] if entry.family == socket.AF_INET]
@@ -74,25 +76,27 @@ def check_interfaces(found: Findings, here: Here) -> None:
         speed = f"{state.speed} Mbit/s" if state.speed else "speed unknown"
         line = f"interface {name}: {addresses[0]}, {speed}, MTU {state.mtu}"
         if 0 < state.speed < SLOW_INTERFACE:
-            found.warning(line, "gradients would crawl", "choose a faster one with --interface, or --compression fp16")
+            findings.warning(
+                line, "gradients would crawl", "choose a faster one with --interface, or --compression fp16"
+            )
         else:
-            found.ok(line)
+            findings.ok(line)
 
 
-def check_memory_and_disk(found: Findings, here: Here) -> None:
+def check_memory_and_disk(findings: Findings, here: Here) -> None:
     """Check free memory, and the sizes of /dev/shm and of the scratch directory. What leaves none of one is a problem."""
     if (free := free_memory()) is not None and free < LEAST_LEFT:
         do = "end what uses it (ps aux --sort -rss), or use another host"
-        found.problem(f"{free / 2**20:.0f} MiB of memory are free", "the kernel would kill a rank", do)
+        findings.problem(f"{free / 2**20:.0f} MiB of memory are free", "the kernel would kill a rank", do)
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     least = LEAST_FOR_NCCL if here.gpus else LEAST_SHARED_MEMORY
     if shared is None or shared.total < least:
         size = "missing" if shared is None else f"{shared.total / 2**20:.0f} MiB"
         do = "docker run --ipc=host; Kubernetes: emptyDir medium Memory at /dev/shm; Singularity shares the host's"
-        found.warning(f"/dev/shm is {size}", FULL, do)
+        findings.warning(f"/dev/shm is {size}", FULL, do)
     if shared is not None and shared.free < LEAST_LEFT:
         do = "remove what earlier jobs have left there, or make it larger"
-        found.problem(f"/dev/shm has {shared.free / 2**20:.0f} MiB left", FULL, do)
+        findings.problem(f"/dev/shm has {shared.free / 2**20:.0f} MiB left", FULL, do)
     scratch = Path(os.environ.get("TMPDIR") or "/tmp")  # not tempfile.gettempdir(), which tries others
     try:
         with tempfile.NamedTemporaryFile(dir=scratch) as file:
@@ -100,14 +104,14 @@ def check_memory_and_disk(found: Findings, here: Here) -> None:
         free = shutil.disk_usage(scratch).free
     except OSError as error:
         do = "set TMPDIR to a local disk"
-        found.problem(f"{scratch} cannot be written: {error.strerror}", "MPI and torch need it", do)
+        findings.problem(f"{scratch} cannot be written: {error.strerror}", "MPI and torch need it", do)
         return
     if free < LEAST_SCRATCH:
-        add = found.problem if free < LEAST_LEFT else found.warning
+        add = findings.problem if free < LEAST_LEFT else findings.warning
         what = f"{scratch} has {free / 2**20:.0f} MiB left"
         add(what, "MPI and torch keep files there", "set TMPDIR to a directory with more space")
     else:
-        found.ok(f"scratch {scratch}: {free / 2**30:.0f} GiB free")
+        findings.ok(f"scratch {scratch}: {free / 2**30:.0f} GiB free")
 
 
 def free_memory() -> int | None:
@@ -119,31 +123,31 @@ def free_memory() -> int | None:
     return None
 
 
-def check_gpu_errors(found: Findings, here: Here) -> None:
+def check_gpu_errors(findings: Findings, here: Here) -> None:
     """Check what nvidia-smi counts of errors, and that it answers."""
     reset = "reset the GPU (nvidia-smi --gpu-reset) or the host, or use another one"
     try:
         for what in nvidia_smi.errors():
-            found.problem(what, "computations on it fail, or are wrong", reset)
+            findings.problem(what, "computations on it fail, or are wrong", reset)
     except FileNotFoundError:  # no GPU of NVIDIA here
         return
     except OSError as error:
-        found.problem(str(error), "a GPU has fallen off the bus, or its driver has failed", reset)
+        findings.problem(str(error), "a GPU has fallen off the bus, or its driver has failed", reset)
 
 
-def check_clock(found: Findings, here: Here) -> None:
+def check_clock(findings: Findings, here: Here) -> None:
     """Check that this host's clock agrees with that of the host that asks."""
     ahead = time.time() - here.flags.now
     if abs(ahead) > CLOCK_SECONDS:
         why = "certificates and time limits are wrong there, and records of hosts do not fit together"
         line = f"the clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-        found.problem(line, why, "start a time service (chronyd, systemd-timesyncd)")
+        findings.problem(line, why, "start a time service (chronyd, systemd-timesyncd)")
 
 
-def check_data(found: Findings, here: Here) -> None:
+def check_data(findings: Findings, here: Here) -> None:
     """Report where MNIST would be read from."""
     from hvdtrain.data import idx  # which imports torch
 
     directory = here.flags.data_dir
     data = idx.load("mnist" if directory is not None else "auto", directory, download=False)
-    found.ok(f"data: {data.reason}")
+    findings.ok(f"data: {data.reason}")

@@ -69,11 +69,11 @@ def answer(query: str) -> list[list[str]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired as error:
         raise OSError(f"nvidia-smi gave no answer in {LIMIT:.0f} s") from error
-    said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-    if "is not a valid field" in said[0] or "not recognized" in said[0]:
-        raise NotKnown(said[0])
+    lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+    if "is not a valid field" in lines[0] or "not recognized" in lines[0]:
+        raise NotKnown(lines[0])
     if done.returncode != 0:
-        raise OSError(f"nvidia-smi ended with {done.returncode}: {said[0]}")
+        raise OSError(f"nvidia-smi ended with {done.returncode}: {lines[0]}")
     return list(filter(None, csv.reader(done.stdout.splitlines(), skipinitialspace=True)))
 
 

@@ -31,17 +31,17 @@ def meeting(text: str) -> tuple[int, int, str, int]:
     return int(number), int(count), name, int(port)
 
 
-def check_sum(found: Findings, number: int, count: int, name: str, port: int) -> None:
+def check_sum(findings: Findings, number: int, count: int, name: str, port: int) -> None:
     """Have the first host, `name`, add up two numbers over TCP: the other ones find out whether they reach it."""
     until = time.monotonic() + MEET_SECONDS
     try:
         if number == 0:
             serve(count, port, until)
         elif (total := ask(number, name, port, until)) != number + count:
-            found.problem(f"the sum by {name} is {total}", "gradients would be wrong, too", "use another host")
+            findings.problem(f"the sum by {name} is {total}", "gradients would be wrong, too", "use another host")
     except (OSError, ValueError) as error:  # ValueError: another program has the port
         do = "look at firewalls, routes and /etc/hosts, and who uses the port"
-        found.problem(f"no sum by {name}, port {port} ({error})", "ranks would wait for each other", do)
+        findings.problem(f"no sum by {name}, port {port} ({error})", "ranks would wait for each other", do)
 
 
 def serve(count: int, port: int, until: float) -> None:
@@ -75,15 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--now", type=non_negative, required=True, help="seconds since 1970, by the clock of who asks")
     parser.add_argument("--name", default=socket.gethostname(), help="of this host, for messages")
     parser.add_argument("--sum", type=meeting, metavar="NUMBER/COUNT@HOST:PORT", help="which of the hosts, from 0")
-    found, here = Findings(), Here(parser.parse(argv))
+    findings, here = Findings(), Here(parser.parse(argv))
     for check in CHECKS:
-        with found.check(check.__name__):
-            check(found, here)
-    code = SICK if found.worst() == "problem" else 0
+        with findings.check(check.__name__):
+            check(findings, here)
+    code = SICK if findings.worst() == "problem" else 0
     if here.flags.sum is not None and not code:
-        check_sum(found, *here.flags.sum)
-        code = NO_SUM if found.worst() == "problem" else 0
-    problems = [finding for finding in found.all if finding["level"] == "problem"]
+        check_sum(findings, *here.flags.sum)
+        code = NO_SUM if findings.worst() == "problem" else 0
+    problems = [finding for finding in findings.all if finding["level"] == "problem"]
     for problem in problems:
         put(sys.stderr, f"{here.flags.name}: {problem['what']}: {problem['do']}\n")
     return code

@@ -16,7 +16,7 @@ from hvdtrain.engines.cores import cpu_quota
 SMALL, LARGE = 1, 4 * 2**20  # float32 elements: 4 B shows the latency, 16 MiB the bandwidth
 
 
-def check_places(found: Findings, here: Here, engine: Engine) -> None:
+def check_places(findings: Findings, here: Here, engine: Engine) -> None:
     """Check that each rank has its own local rank, and report the devices. A collective."""
     place = [socket.gethostname(), engine.local_rank, engine.local_size, str(engine.device)]
     rows = engine.all_gather_object(place, "places")
@@ -25,12 +25,12 @@ def check_places(found: Findings, here: Here, engine: Engine) -> None:
         if local_size != on_host[host] or not 0 <= local_rank < local_size:
             what = f"rank {rank} is told {local_rank} of {local_size} on {host}, which has {on_host[host]} ranks"
             why = "ranks would share a GPU, or look for one that is not there"
-            found.problem(what, why, "give every host its own name")
+            findings.problem(what, why, "give every host its own name")
     hosts = ", ".join(f"{count} on {host}" for host, count in on_host.items())
-    found.ok(f"ranks: {hosts}; devices: {', '.join(sorted({row[3] for row in rows}))}")
+    findings.ok(f"ranks: {hosts}; devices: {', '.join(sorted({row[3] for row in rows}))}")
 
 
-def check_alike(found: Findings, here: Here, engine: Engine) -> None:
+def check_alike(findings: Findings, here: Here, engine: Engine) -> None:
     """Check that every rank has the same versions. A collective."""
     rows = engine.all_gather_object(here.versions, "versions")
     for name in sorted({name for row in rows for name in row}):
@@ -38,13 +38,15 @@ def check_alike(found: Findings, here: Here, engine: Engine) -> None:
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             what = f"{name} differs: rank 0 has {values[0]}, rank {other} has {values[other]}"
-            found.problem(what, "mixed versions hang or give wrong sums", "use one environment or image on every host")
+            findings.problem(
+                what, "mixed versions hang or give wrong sums", "use one environment or image on every host"
+            )
     if all(row == rows[0] for row in rows):
         shown = ", ".join(f"{name} {value}" for name, value in here.versions.items())
-        found.ok(f"every rank alike: {shown}")
+        findings.ok(f"every rank alike: {shown}")
 
 
-def check_neighbours(found: Findings, here: Here, engine: Engine) -> None:
+def check_neighbours(findings: Findings, here: Here, engine: Engine) -> None:
     """Check that the hosts of the job resolve each other's names. A collective."""
     rows = engine.all_gather_object([socket.gethostname(), here.address], "addresses")
     hosts = dict(rows)
@@ -53,28 +55,30 @@ def check_neighbours(found: Findings, here: Here, engine: Engine) -> None:
     for host, address in hosts.items():
         if address.startswith("127."):
             do = f"in {host}'s /etc/hosts give {host} its real address"
-            found.problem(f"{host} resolves its own name to {address}", "other hosts would connect to themselves", do)
+            findings.problem(
+                f"{host} resolves its own name to {address}", "other hosts would connect to themselves", do
+            )
         try:
             socket.gethostbyname(host)
         except OSError as error:
             do = f"add {host} to /etc/hosts on {socket.gethostname()}, or to DNS"
             what = f"{host} does not resolve on {socket.gethostname()} ({error})"
-            found.problem(what, "ranks must find each other", do)
+            findings.problem(what, "ranks must find each other", do)
 
 
-def check_cores(found: Findings, here: Here, engine: Engine) -> None:
+def check_cores(findings: Findings, here: Here, engine: Engine) -> None:
     """Check that the threads of this host's ranks fit its cores."""
     have = min(len(os.sched_getaffinity(0)), cpu_quota())
     threads = torch.get_num_threads()
     line = f"cores: {have:g}; ranks on this host: {engine.local_size}; torch threads per rank: {threads}"
     if engine.local_size * threads > have:
         do = "fewer ranks, OMP_NUM_THREADS=1 (--threads 1), or more cores (--cpus-per-task, --bind-to none)"
-        found.warning(line, "threads compete for cores, and every rank waits for the slowest", do)
+        findings.warning(line, "threads compete for cores, and every rank waits for the slowest", do)
     else:
-        found.ok(line)
+        findings.ok(line)
 
 
-def check_output(found: Findings, here: Here, engine: Engine) -> None:
+def check_output(findings: Findings, here: Here, engine: Engine) -> None:
     """Check that rank 0 can write a file in `directory` and that every rank sees it. A collective."""
     directory = here.flags.output_dir
     if directory is None:
@@ -88,7 +92,7 @@ def check_output(found: Findings, here: Here, engine: Engine) -> None:
         except OSError as error:
             written = error.strerror or str(error)
             what = f"--output-dir {directory} cannot be written: {written}"
-            found.problem(what, "results would be lost", "name another")
+            findings.problem(what, "results would be lost", "name another")
     written = engine.broadcast_object(written, "written")
     sees = os.access(directory / name, os.F_OK)
     missing = [rank for rank, seen in enumerate(engine.all_gather_object(sees, "sees")) if not seen]
@@ -97,15 +101,15 @@ def check_output(found: Findings, here: Here, engine: Engine) -> None:
         if missing:
             do = "name a directory on a shared file system"
             what = f"--output-dir {directory}: ranks {missing} do not see what rank 0 writes there"
-            found.warning(what, "a restarted run would not find its checkpoint on every host", do)
+            findings.warning(what, "a restarted run would not find its checkpoint on every host", do)
         else:
-            found.ok(f"--output-dir {directory} is written by rank 0 and seen by all")
+            findings.ok(f"--output-dir {directory} is written by rank 0 and seen by all")
 
 
-def check_all_reduce(found: Findings, here: Here, engine: Engine) -> None:
+def check_all_reduce(findings: Findings, here: Here, engine: Engine) -> None:
     """Check and time sums of known numbers, in small and large messages, on the CPU and on the training device."""
     if engine.size == 1:
-        found.ok("one rank, nothing to reduce; to try a transport: `horovodrun -np 2 python -m hvdtrain.doctor`")
+        findings.ok("one rank, nothing to reduce; to try a transport: `horovodrun -np 2 python -m hvdtrain.doctor`")
         return
     for device in dict.fromkeys([torch.device("cpu"), engine.device]):
         medians = []
@@ -115,7 +119,9 @@ def check_all_reduce(found: Findings, here: Here, engine: Engine) -> None:
             wanted = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
             if not torch.equal(engine.sum(tensor, name), wanted):
                 do = "make setup SETUP=--fresh; if that does not help, report a bug"
-                found.problem(f"the all-reduce on {device.type} gives a wrong sum", "gradients would be wrong, too", do)
+                findings.problem(
+                    f"the all-reduce on {device.type} gives a wrong sum", "gradients would be wrong, too", do
+                )
             seconds = []
             for _ in range(repeats):
                 engine.barrier()
@@ -128,4 +134,6 @@ def check_all_reduce(found: Findings, here: Here, engine: Engine) -> None:
             medians.append(max(engine.all_gather_object(statistics.median(seconds), f"{name}.seconds")))
         carried = engine.description if device == engine.device else f"{engine.name}, CPU tensors"
         bandwidth = LARGE * 4 / medians[1] / 1e9
-        found.ok(f"all-reduce, {carried}: {medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.3g} GB/s for 16 MiB (median)")
+        findings.ok(
+            f"all-reduce, {carried}: {medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.3g} GB/s for 16 MiB (median)"
+        )

@@ -59,8 +59,10 @@ def require_private() -> None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             open_to_others = files.others_may_write(directory)
         except OSError as error:
-            how = "name a directory that can be written"
-            raise UserError(f"{name}={value}: torch.compile keeps its files there ({error.strerror}): {how}") from error
+            remedy = "name a directory that can be written"
+            raise UserError(
+                f"{name}={value}: torch.compile keeps its files there ({error.strerror}): {remedy}"
+            ) from error
         if open_to_others:
-            said = f"{name}={value}: other users may write there, and what is in it is executed"
-            raise UserError(f"{said}: chmod -R go-w it, or unset {name}")
+            message = f"{name}={value}: other users may write there, and what is in it is executed"
+            raise UserError(f"{message}: chmod -R go-w it, or unset {name}")

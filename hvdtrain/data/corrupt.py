@@ -23,8 +23,8 @@ class CorruptSample(NamedTuple):
 
 def why(error: Exception) -> str:
     """Return the message of an error as one line, without object addresses, so that it is the same on every rank."""
-    said = getattr(error, "strerror", None) or str(error.args[0] if error.args else "")
-    return said.partition("\n")[0].partition(" @ ")[0].partition(" <")[0] or type(error).__name__
+    message = getattr(error, "strerror", None) or str(error.args[0] if error.args else "")
+    return message.partition("\n")[0].partition(" @ ")[0].partition(" <")[0] or type(error).__name__
 
 
 class CorruptSamples:
@@ -64,6 +64,6 @@ class CorruptSamples:
             output.say(f"skipped: {len(found) - SAID_AT_ONCE:,} more, each named in metrics.jsonl")
         if self.total() > self.limit:
             first = next(iter(found.values()))
-            said = f"{self.total():,} samples cannot be read, such as {first.name} ({first.why})"
-            how = f"--max-corrupt allows {self.limit:,}: fix the data, or raise it"
-            raise UserError(f"{said}: {how}", everywhere=True)
+            message = f"{self.total():,} samples cannot be read, such as {first.name} ({first.why})"
+            remedy = f"--max-corrupt allows {self.limit:,}: fix the data, or raise it"
+            raise UserError(f"{message}: {remedy}", everywhere=True)

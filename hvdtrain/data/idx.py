@@ -150,8 +150,8 @@ def load(
             return _load(published, root, download, say)
         except NotThere as error:
             if name != "auto":
-                how = f"give the directory that has {published.title}'s four files with --data-dir"
-                raise UserError(f"{error}; {how}, or use --dataset digits") from None
+                remedy = f"give the directory that has {published.title}'s four files with --data-dir"
+                raise UserError(f"{error}; {remedy}, or use --dataset digits") from None
             because = f"because MNIST is missing: {error}"
     from hvdtrain.data import digits
 
@@ -159,13 +159,13 @@ def load(
 
 
 def _named_directory(data_dir: str | os.PathLike[str]) -> Path:
-    how = "name the directory that has the data, or leave it out"
+    remedy = "name the directory that has the data, or leave it out"
     if not os.fspath(data_dir):
-        raise UserError(f"--data-dir is empty: {how}")
+        raise UserError(f"--data-dir is empty: {remedy}")
     root = Path(os.path.expanduser(data_dir))  # noqa: PTH111 # the shell does not expand --data-dir=~/x
     if not os.path.isdir(root):  # noqa: PTH112 (Path's own raises where the name is too long)
-        what = "is not a directory" if os.path.lexists(root) else "does not exist"
-        raise UserError(f"--data-dir: {root} {what}: {how}")
+        problem = "is not a directory" if os.path.lexists(root) else "does not exist"
+        raise UserError(f"--data-dir: {root} {problem}: {remedy}")
     if not os.access(root, os.R_OK | os.X_OK):
         raise UserError(f"--data-dir: {root} is not readable: check its permissions")
     return root
@@ -185,21 +185,21 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
         names = ", ".join(file.name for file in missing)
         lacks = f"{given} lacks {names} (plain or .gz, there or in {published.folder}/raw)"
         nothing = f"no {published.title} in {'./data or the cache' if root is None else root}"
-        said = lacks if any(found) else nothing
+        message = lacks if any(found) else nothing
         if not may_download:
-            raise NotThere(f"{said}, and downloads are off")
+            raise NotThere(f"{message}, and downloads are off")
         if target is None:
-            how = "XDG_CACHE_HOME can name one that is writable"
-            raise NotThere(f"{said}, and there is no directory to download to ({how})")
-        say(f"{said}: downloading it to {target}, one process per host")
+            remedy = "XDG_CACHE_HOME can name one that is writable"
+            raise NotThere(f"{message}, and there is no directory to download to ({remedy})")
+        say(f"{message}: downloading it to {target}, one process per host")
         try:
             target.mkdir(parents=True, exist_ok=True)
             atomic.remove_partial(target, cache.STALE_SECONDS)
             _download(published, missing, target)
         except OSError as error:
-            raise NotThere(f"{said}, and {target} cannot be written ({why(error)})") from None
+            raise NotThere(f"{message}, and {target} cannot be written ({why(error)})") from None
         except NotThere as error:
-            raise NotThere(f"{said}, and the download failed ({error})") from None
+            raise NotThere(f"{message}, and the download failed ({error})") from None
         found = _find(published, places)
     paths = [path for path in found if path is not None]
     if len(paths) < len(found):

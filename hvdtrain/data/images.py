@@ -55,12 +55,12 @@ def open_folder(
     with engine.raising_together("folder"):
         count, train, test = 0, EMPTY, EMPTY
         if data_dir is None:
-            said = "--dataset folder needs --data-dir: the directory that has train/ and val/"
-            raise UserError(said, everywhere=True)
+            message = "--dataset folder needs --data-dir: the directory that has train/ and val/"
+            raise UserError(message, everywhere=True)
         for directory in (data_dir, data_dir / "train", data_dir / "val"):
             if not directory.is_dir():
-                said = "is not a directory" if directory.exists() else "does not exist"
-                raise UserError(f"--data-dir: {directory} {said}: name the directory that has train/ and val/")
+                problem = "is not a directory" if directory.exists() else "does not exist"
+                raise UserError(f"--data-dir: {directory} {problem}: name the directory that has train/ and val/")
         if engine.rank == 0:
             names, train = list_folder(data_dir / "train")
             test_names, test = list_folder(data_dir / "val")

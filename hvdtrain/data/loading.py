@@ -158,13 +158,13 @@ def while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
     except (RuntimeError, EOFError, ConnectionError) as error:
         # The last two while a batch is handed over. What the data set raised in a worker begins with "Caught".
-        said = str(error)
-        ended = re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", said)
-        if said.startswith("Caught ") or (isinstance(error, RuntimeError) and not ended):
+        message = str(error)
+        ended = re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", message)
+        if message.startswith("Caught ") or (isinstance(error, RuntimeError) and not ended):
             raise
-        how = "if the kernel killed it for memory, use fewer workers or a smaller batch"
+        remedy = "if the kernel killed it for memory, use fewer workers or a smaller batch"
         raise Failure(
-            f"a DataLoader worker has ended ({said or type(error).__name__}): {how}", everywhere=False
+            f"a DataLoader worker has ended ({message or type(error).__name__}): {remedy}", everywhere=False
         ) from error
 
 

@@ -55,7 +55,7 @@ class Packed:
 
         class Pickler(kind):  # type: ignore[misc] # one of two
             def persistent_id(self, what: Any) -> Any:
-                return _told(what, new, shared)
+                return _described(what, new, shared)
 
         Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self.value)
         self._placed |= new.placed
@@ -122,10 +122,10 @@ def _without_name() -> int:
         return os.dup(file.fileno())
 
 
-def _told(what: Any, new: _Content, shared: list[Tensor]) -> Any:
+def _described(what: Any, new: _Content, shared: list[Tensor]) -> Any:
     """Return what a worker makes `what` of again; None for what is pickled as usual."""
     if type(what) is Tensor or type(what) is nn.Parameter:
-        return _tensor_told(what, new, shared)
+        return _described_tensor(what, new, shared)
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(what, numpy.ndarray) or what.dtype.hasobject:
         return None
@@ -138,7 +138,7 @@ def _told(what: Any, new: _Content, shared: list[Tensor]) -> Any:
     return None
 
 
-def _tensor_told(what: Tensor, new: _Content, shared: list[Tensor]) -> Any:
+def _described_tensor(what: Tensor, new: _Content, shared: list[Tensor]) -> Any:
     unusual = what.is_quantized or what.is_conj() or what.is_neg()
     if what.device.type != "cpu" or what.layout is not torch.strided or unusual:
         return None
@@ -194,10 +194,10 @@ def unpacked(content: bytes, shared: list[Tensor], blocks: list[Any]) -> Any:
     kinds: dict[str, Callable[..., Any]] = {"tensor": tensor, "array": array, "file": mapped}
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, told: Any) -> Any:
-            kind, number, how = told
+        def persistent_load(self, what: Any) -> Any:
+            kind, number, arguments = what
             if number not in made:
-                made[number] = kinds[kind](*how)
+                made[number] = kinds[kind](*arguments)
             return made[number]
 
     return Unpickler(io.BytesIO(content)).load()

@@ -93,22 +93,22 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
         # Path.glob does not support absolute patterns. A name may have brackets.
         paths = [pattern] if os.path.exists(pattern) else sorted(glob(pattern))  # noqa: PTH110, PTH207
         if not paths:
-            how = "give a path or a glob, such as '/data/train-*.tar' (in quotes, or the shell expands it)"
-            raise UserError(f"{flag}: no file {pattern}: {how}")
+            remedy = "give a path or a glob, such as '/data/train-*.tar' (in quotes, or the shell expands it)"
+            raise UserError(f"{flag}: no file {pattern}: {remedy}")
         return [str(Path(path).absolute()) for path in paths]
     if data_dir is None:
         raise UserError(f"--dataset shards needs {flag} PATTERN, or --data-dir with {split}/*.tar")
     found = sorted((data_dir / split).glob("*.tar")) or sorted(data_dir.glob(f"{split}-*.tar"))
     if not found:
-        said = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
-        raise UserError(f"--data-dir: {data_dir} {said}: name the directory of the shards, or use {flag}")
+        problem = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
+        raise UserError(f"--data-dir: {data_dir} {problem}: name the directory of the shards, or use {flag}")
     names = [str(path.absolute()) for path in found]
     for directory, sizes in beside(names, "sizes.json", dict).items():
         gone = sorted(sizes.keys() - {path.name for path in directory.iterdir()})
         if gone:
             more = f" and {len(gone) - 1:,} more" if len(gone) > 1 else ""
-            said = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which does not exist"
-            raise UserError(f"{said}: restore it, or create sizes.json again, or remove it")
+            message = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which does not exist"
+            raise UserError(f"{message}: restore it, or create sizes.json again, or remove it")
     return names
 
 
@@ -136,8 +136,8 @@ def expected_samples(names: list[str]) -> list[int | None]:
     found = [sizes.get(Path(name).parent, {}).get(Path(name).name) for name in names]
     for name, samples in zip(names, found, strict=True):
         if samples is not None and not isinstance(samples, int):
-            said = f"{Path(name).parent}/sizes.json gives {Path(name).name} {str(samples)[:40]!r} samples"
-            raise UserError(f"{said}: create it again, or remove it")
+            message = f"{Path(name).parent}/sizes.json gives {Path(name).name} {str(samples)[:40]!r} samples"
+            raise UserError(f"{message}: create it again, or remove it")
     return found
 
 
@@ -181,25 +181,25 @@ def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -
 
     rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)
     facts = [[number, len(each.table), each.size, each.problem, each.digest()] for number, each in mine.items()]
-    told = engine.all_gather_object([facts, made], "index.facts")
-    lengths = [sum(fact[1] for fact in theirs) for theirs, _ in told]
-    parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * len(told)
+    gathered = engine.all_gather_object([facts, made], "index.facts")
+    lengths = [sum(fact[1] for fact in theirs) for theirs, _ in gathered]
+    parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * len(gathered)
     tables: dict[int, Tensor] = {}
-    for (theirs, _), part in zip(told, parts, strict=True):
+    for (theirs, _), part in zip(gathered, parts, strict=True):
         counts = [fact[1] for fact in theirs]
         tables |= {fact[0]: table for fact, table in zip(theirs, part.split(counts), strict=True)}
     damaged, identity = [], {}
-    everything = sorted(fact for theirs, _ in told for fact in theirs)
+    everything = sorted(fact for theirs, _ in gathered for fact in theirs)
     for (number, samples, size, problem, digest), short in zip(everything, short_names(names), strict=True):
-        said = expected[number] if expected[number] is not None else samples
-        if samples > said:  # it may have lost samples, but not gained any
-            given = f"sizes.json gives {names[number]} {said} samples, and it has {samples:,}"
+        stated = expected[number] if expected[number] is not None else samples
+        if samples > stated:  # it may have lost samples, but not gained any
+            given = f"sizes.json gives {names[number]} {stated} samples, and it has {samples:,}"
             raise UserError(f"{given}: create it again, or remove it", everywhere=True)
-        if problem is not None or samples < said:
-            why_not = problem or f"{samples} samples of {said}"
-            damaged.append(CorruptSample(names[number], why_not, lost=max(1, said - samples)))
+        if problem is not None or samples < stated:
+            why_not = problem or f"{samples} samples of {stated}"
+            damaged.append(CorruptSample(names[number], why_not, lost=max(1, stated - samples)))
         identity[short] = f"{samples} samples in {size} bytes ({digest[:16]})"
-    if engine.rank == 0 and (made_in_all := sum(made for _, made in told)):
+    if engine.rank == 0 and (made_in_all := sum(made for _, made in gathered)):
         engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
     in_order = [tables[number] for number in range(len(names))]
     sizes = torch.tensor([len(table) for table in in_order], dtype=torch.int64)

@@ -10,7 +10,7 @@ from hvdtrain.data.loading import PREFETCH
 from hvdtrain.engines.errors import UserError
 
 SHARED = Path("/dev/shm")
-HOW = "make it larger (docker run --shm-size or --ipc=host; Kubernetes: emptyDir with medium: Memory)"
+REMEDY = "make it larger (docker run --shm-size or --ipc=host; Kubernetes: emptyDir with medium: Memory)"
 
 
 def needed(workers: int, batch_bytes: int, ranks: int) -> int:
@@ -34,9 +34,9 @@ def workers_that_fit(
     has = f"/dev/shm has {free / 2**20:,.0f} MiB left"
     if asked is None and fit >= 1:
         wanted = needed(automatic, batch_bytes, ranks) / 2**20
-        return fit, f"{fit} DataLoader workers instead of {automatic}, which need {wanted:,.0f} MiB: {has}: {HOW}"
+        return fit, f"{fit} DataLoader workers instead of {automatic}, which need {wanted:,.0f} MiB: {has}: {REMEDY}"
     wanted = needed(workers if asked is not None else 1, batch_bytes, ranks) / 2**20
     count = f"{asked if asked is not None else 1} DataLoader worker{'s'[: asked is not None and asked > 1]}"
     less = f", or take --workers {max(0, fit)}" if asked is not None else ", or take --workers 0"
     each = f" of each of {ranks} ranks" if ranks > 1 else ""
-    raise UserError(f"{has}, and the batches of {count}{each} need {wanted:,.0f} MiB: {HOW}{less}")
+    raise UserError(f"{has}, and the batches of {count}{each} need {wanted:,.0f} MiB: {REMEDY}{less}")

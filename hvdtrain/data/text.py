@@ -164,8 +164,8 @@ def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
                     yield chunk if kind == "bytes" else decoder.decode(chunk)
                 decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            said = f"--text {path}: not UTF-8 ({error.reason}): convert it with iconv, or use --tokens bytes"
-            raise UserError(said) from error
+            message = f"--text {path}: not UTF-8 ({error.reason}): convert it with iconv, or use --tokens bytes"
+            raise UserError(message) from error
         except OSError as error:
             raise unreadable("--text", path, error) from error
 

@@ -37,9 +37,9 @@ class Vocabulary(ABC):
         if dict(state) != self.state_dict():
             there = restore(state["kind"], state["content"])
             other = "other " if (there.kind, there.size) == (self.kind, self.size) else ""
-            said = f"{there.size} {there.kind} in the checkpoint, {other}{self.size} {self.kind} here"
-            how = "give the --text and --tokens that it was trained with, or --resume never"
-            raise UserError(f"the checkpoint has a different vocabulary ({said}): {how}", everywhere=True)
+            message = f"{there.size} {there.kind} in the checkpoint, {other}{self.size} {self.kind} here"
+            remedy = "give the --text and --tokens that it was trained with, or --resume never"
+            raise UserError(f"the checkpoint has a different vocabulary ({message}): {remedy}", everywhere=True)
 
 
 class Characters(Vocabulary):
@@ -125,8 +125,10 @@ def package() -> ModuleType:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        said = f"--tokens pairs needs the package tokenizers ({error}): pip install tokenizers, or use --tokens bytes"
-        raise UserError(said) from error
+        message = (
+            f"--tokens pairs needs the package tokenizers ({error}): pip install tokenizers, or use --tokens bytes"
+        )
+        raise UserError(message) from error
     return tokenizers
 
 

@@ -15,24 +15,24 @@ ANYWAY = "or add --oversubscribe"
 NAME_OF_GPU = re.compile("[0-9]+|(GPU|MIG)-.+")
 
 
-def cores_here(environment: Mapping[str, str], told: Announced) -> int:
+def cores_here(environment: Mapping[str, str], place: Announced) -> int:
     """Return how many cores this process may use according to its affinity, its control group and Slurm."""
-    return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(), cores_of_job(environment, told)))
+    return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(), cores_of_job(environment, place)))
 
 
 def refuse_too_many_for_cores(ranks: int, cores: int, launcher: str) -> None:
     """Raise UserError if there are more ranks than cores."""
     if ranks > cores:
         slurm = f"give the task more (srun --cpus-per-task={ranks}), " if launcher == "Slurm" else ""
-        how = f"{slurm}use --local-ranks {cores}, {ANYWAY}"
-        raise UserError(f"--local-ranks {ranks}, but {cores} core{'s'[: cores > 1]} here: {how}", everywhere=True)
+        remedy = f"{slurm}use --local-ranks {cores}, {ANYWAY}"
+        raise UserError(f"--local-ranks {ranks}, but {cores} core{'s'[: cores > 1]} here: {remedy}", everywhere=True)
 
 
 def refuse_too_many_for_gpus(ranks: int, gpus: int) -> None:
     """Raise UserError if there are GPUs, but fewer than ranks. NCCL does not allow ranks to share a GPU."""
     if 0 < gpus < ranks:
-        how = f"use --local-ranks {gpus}, {ANYWAY} (--device cpu)"
-        raise UserError(f"--local-ranks {ranks}, but {gpus} GPU{'s'[: gpus > 1]} here: {how}", everywhere=True)
+        remedy = f"use --local-ranks {gpus}, {ANYWAY} (--device cpu)"
+        raise UserError(f"--local-ranks {ranks}, but {gpus} GPU{'s'[: gpus > 1]} here: {remedy}", everywhere=True)
 
 
 def gpus_here(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:

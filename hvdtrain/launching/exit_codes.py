@@ -35,29 +35,29 @@ def run(main: Callable[[], int]) -> NoReturn:
     except (UserError, Failure) as error:
         end_with(error)
     except (RuntimeError, ValueError) as error:
-        if (told := of_the_user(str(error))) is None:
+        if (with_remedy := of_the_user(str(error))) is None:
             raise
-        end_with(told)
+        end_with(with_remedy)
     sys.exit(code)
 
 
-def of_the_user(said: str) -> UserError | None:
-    """Return the error with its remedy, if what an error of torch `said` is not a fault of the program."""
-    if "can't start new thread" in said:
-        how = "end some, raise `ulimit -u`, or use fewer ranks"
-        return UserError(f"this user may have no more processes and threads: {how}")
-    if "unable to allocate shared memory" in said or "out of shared memory" in said:  # as DataLoader workers use it
-        how = (
+def of_the_user(message: str) -> UserError | None:
+    """Return the error with its remedy, if the `message` of an error of torch tells of no fault of the program."""
+    if "can't start new thread" in message:
+        remedy = "end some, raise `ulimit -u`, or use fewer ranks"
+        return UserError(f"this user may have no more processes and threads: {remedy}")
+    if "unable to allocate shared memory" in message or "out of shared memory" in message:  # of DataLoader workers
+        remedy = (
             "make it larger (docker run --shm-size 8g; Kubernetes: emptyDir with medium: Memory), or use fewer workers"
         )
-        return UserError(f"/dev/shm is too small for the batches of the DataLoader's workers: {how}")
-    if said.startswith("Expected more than 1 value per channel when training"):
-        how = "write DataLoader(..., drop_last=True), or use another --batch-size"
-        return UserError(f"batch norm got a single sample, as the last step may leave one to a rank: {how}")
-    operation, _, rest = said.partition(" does not have a deterministic implementation")
+        return UserError(f"/dev/shm is too small for the batches of the DataLoader's workers: {remedy}")
+    if message.startswith("Expected more than 1 value per channel when training"):
+        remedy = "write DataLoader(..., drop_last=True), or use another --batch-size"
+        return UserError(f"batch norm got a single sample, as the last step may leave one to a rank: {remedy}")
+    operation, _, rest = message.partition(" does not have a deterministic implementation")
     if rest:  # with --deterministic on a GPU
-        how = "leave --deterministic out, or use another layer"
-        return UserError(f"{operation} has no algorithm whose bits repeat: {how}", everywhere=True)
+        remedy = "leave --deterministic out, or use another layer"
+        return UserError(f"{operation} has no algorithm whose bits repeat: {remedy}", everywhere=True)
     return None
 
 

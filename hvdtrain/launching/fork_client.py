@@ -70,8 +70,8 @@ def main() -> NoReturn:
             pid = int(answers.readline())  # ValueError: the forker has ended, or could not fork
             forker.settimeout(None)
             forward_signals(pid)
-            said = answers.readline()
-            end_as(int(said) if said.endswith(b"\n") else 1)  # 1: the forker was killed, which also ends its ranks
+            answer = answers.readline()
+            end_as(int(answer) if answer.endswith(b"\n") else 1)  # 1: the forker was killed, which also ends its ranks
     os.execv(sys.executable, [sys.executable, *words])
 
 

@@ -67,8 +67,8 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         pid = os.fork()
     except BlockingIOError as error:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        how = "end some, raise `ulimit -u`, or use fewer ranks"
-        raise UserError(f"this user may have no more processes and threads: {how}") from error
+        remedy = "end some, raise `ulimit -u`, or use fewer ranks"
+        raise UserError(f"this user may have no more processes and threads: {remedy}") from error
     if pid != 0:
         with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
             os.setpgid(pid, pid)
@@ -80,9 +80,9 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     processes.end_with_parent(starter, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(imported)
-    how = "look at the file system that Python is on, or raise --start-timeout"
-    said = f"hvdtrain.starter: error: its modules were not imported within {import_seconds:.0f} s: {how}"
-    with import_timeout.limited(import_seconds, said):
+    remedy = "look at the file system that Python is on, or raise --start-timeout"
+    message = f"hvdtrain.starter: error: its modules were not imported within {import_seconds:.0f} s: {remedy}"
+    with import_timeout.limited(import_seconds, message):
         import_once(run_script.source(run_script.find(words)), asked)
     if not oversubscribe and reduces_on_gpus():
         capacity.refuse_too_many_for_gpus(ranks, capacity.gpus_here(os.environ))

@@ -18,13 +18,14 @@ RANK_ZERO_FIRST = 2.0
 
 def report_start() -> None:
     """Tell the wrapper that started this rank, if it runs on this host, that Python and hvdtrain could be read."""
-    told = os.environ.get(PIPE, "").split()
-    if len(told) != 3:
+    words = os.environ.get(PIPE, "").split()
+    if len(words) != 3:
         return
-    path = f"/proc/{told[0]}/fd/{told[1]}"
+    pid, descriptor, link = words
+    path = f"/proc/{pid}/fd/{descriptor}"
     with contextlib.suppress(OSError):  # the wrapper is on another host, or has ended
         # The number in "pipe:[NUMBER]" makes it unlikely that another host has the same pid and file descriptor.
-        if told[2].startswith("pipe:") and os.readlink(path) == told[2]:  # noqa: PTH115 - pathlib takes time to import
+        if link.startswith("pipe:") and os.readlink(path) == link:  # noqa: PTH115 - pathlib takes time to import
             pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             os.write(pipe, b"\n")
             os.close(pipe)

@@ -12,7 +12,7 @@ from hvdtrain.engines.errors import UserError
 
 VARIABLE = "HVDTRAIN_JOB_SECRET"
 SHORTEST = 16  # characters
-HOW = f"set {VARIABLE} to the same secret on every host, such as the output of `openssl rand -hex 32`"
+REMEDY = f"set {VARIABLE} to the same secret on every host, such as the output of `openssl rand -hex 32`"
 
 
 def job_secret(environment: Mapping[str, str], size: int) -> str:
@@ -23,7 +23,7 @@ def job_secret(environment: Mapping[str, str], size: int) -> str:
     """
     if given := environment.get(VARIABLE):
         if len(given) < SHORTEST:
-            raise UserError(f"{VARIABLE} has {len(given)} characters, which can be guessed: {HOW}")
+            raise UserError(f"{VARIABLE} has {len(given)} characters, which can be guessed: {REMEDY}")
         return given
     if size == 1:
         return secrets.token_hex(32)
@@ -32,7 +32,7 @@ def job_secret(environment: Mapping[str, str], size: int) -> str:
         return f"a job in Kubernetes at {environment.get('MASTER_ADDR') or environment.get('PET_MASTER_ADDR')}"
     directory = user_cache.directory("job", "secrets")
     if directory is None:
-        raise UserError(f"this user has no private cache directory, in which the hosts find the job's secret: {HOW}")
+        raise UserError(f"this user has no private cache directory, in which the hosts find the job's secret: {REMEDY}")
     path = directory / "secret"
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -45,7 +45,7 @@ def job_secret(environment: Mapping[str, str], size: int) -> str:
         own.unlink()
         return read(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}, the job's secret, cannot be used ({error}): remove it, or {HOW}") from error
+        raise UserError(f"{path}, the job's secret, cannot be used ({error}): remove it, or {REMEDY}") from error
 
 
 def read(path: Path) -> str:

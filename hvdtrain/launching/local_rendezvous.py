@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.job_secret import HOW, token
+from hvdtrain.launching.job_secret import REMEDY, token
 from hvdtrain.launching.rendezvous import Server, own_address_towards, request
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class Meeting:
             try:
                 self._server = Rendezvous(self._address, self.port, self._secret)
             except OSError as error:
-                how = "set MASTER_PORT (or --port) to a free port above 1023, the same for every rank"
-                raise UserError(f"cannot listen on {self._address}:{self.port} ({error.strerror}): {how}") from None
+                remedy = "set MASTER_PORT (or --port) to a free port above 1023, the same for every rank"
+                raise UserError(f"cannot listen on {self._address}:{self.port} ({error.strerror}): {remedy}") from None
             self.port = self._server.port
             self._server.put("hosts", "0", mine)
         else:
@@ -251,15 +251,15 @@ class Meeting:
     def _all_in(self, scope: str, complaint: Callable[[list[int]], str]) -> None:
         """On the first starter: return once every starter's number is a key of `scope`. Raises UserError, Failure."""
         assert self._server is not None
-        began = said = time.monotonic()
+        began = said_at = time.monotonic()
         while late := [number for number in range(self.size) if str(number) not in self._server.get(scope)]:
             now = time.monotonic()
             if failed := self.failure():
                 raise Failure(failed)
             if now > self._deadline:
                 raise UserError(complaint(late))
-            if now - said > SAY_SECONDS:
-                said = now
+            if now - said_at > SAY_SECONDS:
+                said_at = now
                 self.say(f"waiting for {len(late)} of {self.size} for {now - began:.0f} s: {complaint(late)}")
             time.sleep(self._poll)
 
@@ -275,7 +275,7 @@ class Meeting:
                 gone = 0
             except PermissionError as error:  # also another job's server
                 raise UserError(
-                    f"{error}: set another MASTER_PORT, or where hosts share no home directory, {HOW}"
+                    f"{error}: set another MASTER_PORT, or where hosts share no home directory, {REMEDY}"
                 ) from None
             except OSError as error:
                 why, gone = error, gone + self._reached

@@ -38,11 +38,11 @@ class Process(NamedTuple):
 
 def require_proc(proc: Path = PROC) -> None:
     """Raise UserError without /proc of this PID namespace: mpirun ends without a word, or pids are another process's."""
-    how = f"mount it (as root: mount -t proc proc {proc})"
+    remedy = f"mount it (as root: mount -t proc proc {proc})"
     if not (proc / "self" / "stat").exists():
-        raise UserError(f"no {proc} here, which MPI and Horovod read: {how}", everywhere=True)
+        raise UserError(f"no {proc} here, which MPI and Horovod read: {remedy}", everywhere=True)
     if (proc / "self").readlink() != Path(str(os.getpid())):
-        raise UserError(f"{proc} is another PID namespace's: {how}", everywhere=True)
+        raise UserError(f"{proc} is another PID namespace's: {remedy}", everywhere=True)
 
 
 class Stat(NamedTuple):

@@ -34,8 +34,8 @@ def require_free_ports() -> None:
             for _ in range(PORTS):
                 held.enter_context(socket.socket()).bind(("", 0))
         except OSError as error:
-            how = "end what holds them (ss -tan), or widen net.ipv4.ip_local_port_range"
-            raise UserError(f"no ports are free on this host ({error.strerror}): {how}") from error
+            remedy = "end what holds them (ss -tan), or widen net.ipv4.ip_local_port_range"
+            raise UserError(f"no ports are free on this host ({error.strerror}): {remedy}") from error
 
 
 def meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, int]:

@@ -42,16 +42,16 @@ def require_directory() -> None:
         from hvdtrain.engines import errors
         from hvdtrain.launching import exit_codes
 
-        said = (
+        message = (
             f"the working directory cannot be found ({error.strerror}): it was removed or moved; cd to one that exists"
         )
-        exit_codes.end_with(errors.UserError(said, everywhere=True))
+        exit_codes.end_with(errors.UserError(message, everywhere=True))
 
 
 def end_imports(number: int, frame: FrameType | None) -> None:
     """The handler of a signal during the imports, of which a traceback would say nothing."""
-    said = f"hvdtrain: {signal.Signals(number).name} while Python imports, before training: nothing to save\n"
-    os.write(2, said.encode())
+    message = f"hvdtrain: {signal.Signals(number).name} while Python imports, before training: nothing to save\n"
+    os.write(2, message.encode())
     os._exit(ENDING[signal.Signals(number)])
 
 

@@ -132,9 +132,9 @@ class Supervisor:
         for line in lines:
             kind, _, rest = line.partition(b" ")
             if kind == REFUSED:
-                how = "allow this user more processes (ulimit -u), or use fewer ranks"
+                remedy = "allow this user more processes (ulimit -u), or use fewer ranks"
                 which = f"rank {local_rank} of {self._ranks} of this host ({rest.decode()})"
-                raise UserError(f"cannot start {which}: {how}")
+                raise UserError(f"cannot start {which}: {remedy}")
             elif kind == FAILED:
                 self._leaving.add(local_rank)
                 self._rank_failed(local_rank, int(rest))

@@ -10,9 +10,9 @@ def require_torchvision() -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError) as error:  # RuntimeError: "operator torchvision::nms does not exist"
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise UserError(
-            f"torchvision cannot be used ({said}): pip install the torchvision made for your torch"
+            f"torchvision cannot be used ({message}): pip install the torchvision made for your torch"
         ) from error
 
 
@@ -34,6 +34,6 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
     try:
         net: nn.Module = models.get_model(name, weights=None, **options)
     except (ValueError, AssertionError) as error:
-        said = f"--model {name} does not support --image-size {side}: {error}"
-        raise UserError(said, everywhere=True) from error
+        message = f"--model {name} does not support --image-size {side}: {error}"
+        raise UserError(message, everywhere=True) from error
     return net

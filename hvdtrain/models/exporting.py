@@ -76,5 +76,5 @@ def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> No
         raise files.unwritten(path, error) from error
     except Exception as error:  # of many kinds
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        how = "export the weights (.safetensors), or change the model as torch.export asks"
-        raise UserError(f"{path}: torch.export cannot follow the model ({first}): {how}") from error
+        remedy = "export the weights (.safetensors), or change the model as torch.export asks"
+        raise UserError(f"{path}: torch.export cannot follow the model ({first}): {remedy}") from error

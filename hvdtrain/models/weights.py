@@ -44,19 +44,21 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise UserError(f"--weights {path}: {error.strerror or error}: name a file that can be read") from error
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        how = "save it with torch.save(model.state_dict())"
-        raise UserError(f"--weights {path}: not a file of weights ({first}): {how}") from error
+        remedy = "save it with torch.save(model.state_dict())"
+        raise UserError(f"--weights {path}: not a file of weights ({first}): {remedy}") from error
     extra = {name for name, value in model.state_dict().items() if is_extra(name, value)}
     if not isinstance(state, dict) or not all(isinstance(one, Tensor) or name in extra for name, one in state.items()):
-        how = "torch.save(model.state_dict())"
-        raise UserError(f"--weights {path}: holds {type(state).__name__}, not a state_dict: {how}")
+        remedy = "torch.save(model.state_dict())"
+        raise UserError(f"--weights {path}: holds {type(state).__name__}, not a state_dict: {remedy}")
     try:
         require_match(state, model.state_dict())
     except ValueError as error:
-        how = "choose the --model, and data with as many classes, that it was saved from"
+        remedy = "choose the --model, and data with as many classes, that it was saved from"
         if all(name.startswith(("module.", "_orig_mod.")) for name in state) and state:
-            how = "its names are those of a wrapped model: save model.module.state_dict(), of a compiled one model._orig_mod"
-        raise UserError(f"--weights {path}: does not match the model: {error}: {how}") from error
+            remedy = (
+                "its names are a wrapped model's: save model.module.state_dict(), of a compiled one model._orig_mod"
+            )
+        raise UserError(f"--weights {path}: does not match the model: {error}: {remedy}") from error
     try:
         require_values(state, model.state_dict())
     except ValueError as error:
@@ -65,5 +67,5 @@ def load_weights(model: nn.Module, path: Path) -> None:
         model.load_state_dict(state)
     except Exception as error:  # any: set_extra_state is the author's own
         last = (str(error) or type(error).__name__).splitlines()[-1].strip()
-        how = "let set_extra_state take what get_extra_state returns"
-        raise UserError(f"--weights {path}: the model does not take its state ({last}): {how}") from error
+        remedy = "let set_extra_state take what get_extra_state returns"
+        raise UserError(f"--weights {path}: the model does not take its state ({last}): {remedy}") from error

@@ -67,10 +67,10 @@ def number(value: object) -> float | None:
 
 def recorded_metrics(start: Mapping[str, Any]) -> dict[str, Metric]:
     """Return the metrics declared in a `start` event, the most important first."""
-    told = start.get("metrics")
+    declared = start.get("metrics")
     return {
         name: Metric(metric["direction"], metric.get("percent") is True)
-        for name, metric in (told.items() if isinstance(told, dict) else ())
+        for name, metric in (declared.items() if isinstance(declared, dict) else ())
         if name not in FIXED and isinstance(metric, dict) and metric.get("direction") in ("min", "max")
     }
 
@@ -79,8 +79,8 @@ def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
     """Return the numbers in a `train` or `evaluate` event that the script recorded, including the loss."""
     return {
         name: value
-        for name, said in event.items()
-        if name not in FIXED and (name in metrics or not _beside(name)) and (value := number(said)) is not None
+        for name, field in event.items()
+        if name not in FIXED and (name in metrics or not _beside(name)) and (value := number(field)) is not None
     }
 
 
@@ -103,7 +103,7 @@ def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Met
         series = {series_of(prefix, key): value for key, value in named_values(event, metrics).items()}
         return {f"{each.prefix or 'test'}/{each.name}": value for each, value in series.items()}
     if name == "end":
-        return {f"summary/{key}": value for key, said in event.items() if (value := number(said)) is not None}
+        return {f"summary/{key}": value for key, field in event.items() if (value := number(field)) is not None}
     return {}
 
 

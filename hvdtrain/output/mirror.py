@@ -67,8 +67,10 @@ class Mirror:
         for kind, text in said_by(process):
             self._print(kind, text)
         if self._process is not None:  # killed, as for lack of memory
-            how = "training continues; the same command, started again, copies the rest"
-            self._print("warn", f"--mirror {self._url}: its process has ended with exit code {process.wait()}: {how}")
+            remedy = "training continues; the same command, started again, copies the rest"
+            self._print(
+                "warn", f"--mirror {self._url}: its process has ended with exit code {process.wait()}: {remedy}"
+            )
 
     def _print(self, kind: str, text: str) -> None:
         if kind == "warn":
@@ -93,9 +95,9 @@ class Mirror:
                 process.wait(min(1.0, max(0.0, until - time.monotonic())))
         if process.poll() != 0:
             process.kill()
-            how = "--output-dir has all of it; the same command copies the rest"
-            said = f"not all of the run could be copied within {self._limit:g} s (--mirror-timeout)"
-            self._print("warn", f"--mirror {self._url}: {said}: {how}")
+            remedy = "--output-dir has all of it; the same command copies the rest"
+            message = f"not all of the run could be copied within {self._limit:g} s (--mirror-timeout)"
+            self._print("warn", f"--mirror {self._url}: {message}: {remedy}")
             process.wait()
 
 

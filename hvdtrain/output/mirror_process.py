@@ -119,8 +119,8 @@ class Mirror:
         except Exception as error:  # of any library: an outage, credentials that have expired, a full disk
             if not self._since:
                 self._since = time.monotonic()
-                how = "training continues, and what is missing is copied later"
-                tell("warn", f"--mirror {self._remote.url} cannot be written for now ({reason(error)}): {how}")
+                remedy = "training continues, and what is missing is copied later"
+                tell("warn", f"--mirror {self._remote.url} cannot be written for now ({reason(error)}): {remedy}")
             return False
         if self._since:
             seconds = time.monotonic() - self._since
@@ -167,7 +167,7 @@ class Mirror:
         return self._copied.get(path.name) != mark_of(path)
 
 
-def told(seconds: float | None) -> bytes | None:
+def next_word(seconds: float | None) -> bytes | None:
     """Return the next word of rank 0; None after so many seconds. Exits if rank 0 has ended."""
     if not select.select([0], [], [], seconds)[0]:
         return None
@@ -212,7 +212,7 @@ def main(parent: int, output_dir: str, **asked: Any) -> int:
     tell("ready")
     over, complete = mirror is None, True
     while mirror is not None and not (over and complete):
-        over |= told(LOOK_SECONDS if complete else RETRY_SECONDS) == END
+        over |= next_word(LOOK_SECONDS if complete else RETRY_SECONDS) == END
         complete = mirror.look(last=over)
     return 0
 

@@ -54,8 +54,8 @@ def hint(ranks: Sequence[RankTimes], steps: int, remedies: Mapping[str, str]) ->
         return None
     waited = sum(rank.without_core for rank in ranks) / sum(rank.elapsed for rank in ranks)
     if waited > WITHOUT_CORE and "cores" in remedies:
-        said = f"ranks waited for a core {waited:.0%} of the time: this host runs more threads than it has cores"
-        return "cores", f"{said}: {remedies['cores']}"
+        message = f"ranks waited for a core {waited:.0%} of the time: this host runs more threads than it has cores"
+        return "cores", f"{message}: {remedies['cores']}"
     share = {phase: shares(ranks)[f"{phase}_share"] for phase in TOO_MUCH if phase in remedies}
     over = {phase: share[phase] - TOO_MUCH[phase] for phase in share if share[phase] > TOO_MUCH[phase]}
     if not over:

@@ -24,7 +24,7 @@ def parsed(content: str) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict):
         return None
-    return {name: WORDS.get(said, said) if isinstance(said, str) else said for name, said in value.items()}
+    return {name: WORDS.get(field, field) if isinstance(field, str) else field for name, field in value.items()}
 
 
 def encoded(value: Any) -> object:

@@ -206,8 +206,8 @@ def readable(url: str, flag: str) -> Iterator[Remote]:
     except ImportError as error:
         raise UserError(f"{flag} {url}: {reason(error)}: pip install 'hvdtrain[mirror]'") from error
     except Exception as error:  # of any library: wrong credentials, no such bucket, no answer
-        how = "check the name, the credentials and the network"
-        raise UserError(f"{flag} {url} cannot be used ({reason(error)}): {how}") from error
+        remedy = "check the name, the credentials and the network"
+        raise UserError(f"{flag} {url} cannot be used ({reason(error)}): {remedy}") from error
 
 
 @contextlib.contextmanager

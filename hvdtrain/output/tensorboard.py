@@ -29,8 +29,8 @@ class Board:
         try:
             str(directory).encode()
         except UnicodeEncodeError as error:
-            how = "name another --output-dir"
-            raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {how}") from error
+            remedy = "name another --output-dir"
+            raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {remedy}") from error
         if os.path.lexists(directory) and not (continued and directory.is_dir()):
             directory.rename(files.unused(directory))  # of an earlier run, or a file
         directory.mkdir(parents=True, exist_ok=True)

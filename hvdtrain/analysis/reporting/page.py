@@ -54,11 +54,11 @@ def build(runs: Sequence[RecordedRun], drawn: Iterable[tuple[str, bytes]]) -> st
     )
     config = {name: [run.config.get(name, "-") for run in runs] for run in runs for name in run.config}
     first = differing(runs) if len(runs) > 1 else ["ranks", "engine"]
-    told = [figures(run) for run in runs]
+    results_of = [figures(run) for run in runs]
     rows = {name: config[name] for name in first}
     rows |= {
-        label: [each.get(label, "-") for each in told]
-        for label in dict.fromkeys(label for each in told for label in each)
+        label: [each.get(label, "-") for each in results_of]
+        for label in dict.fromkeys(label for each in results_of for label in each)
     }
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -206,8 +206,8 @@ def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> N
     for phase, colour in PHASES.items():
         shares = [share.get(phase, 0.0) for _, share in bars]
         drawn = axes.barh(range(len(bars)), shares, left=left, height=0.62, color=colour, label=phase)
-        said = [f"{share:.0%}" if share >= 0.09 else "" for share in shares]
-        axes.bar_label(drawn, said, label_type="center", color="white")
+        labels = [f"{share:.0%}" if share >= 0.09 else "" for share in shares]
+        axes.bar_label(drawn, labels, label_type="center", color="white")
         left = [before + share for before, share in zip(left, shares, strict=True)]
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.invert_yaxis()

@@ -111,8 +111,8 @@ def read(directory: Path, name: str) -> RecordedRun:
     for event in read_events(directory, run.notes):
         take(run, event)
     if not run.attempts:
-        how = "name the --output-dir of a run"
-        raise UserError(f"{directory}/metrics.jsonl has no run in it (no line with a start event): {how}")
+        remedy = "name the --output-dir of a run"
+        raise UserError(f"{directory}/metrics.jsonl has no run in it (no line with a start event): {remedy}")
     if run.state == "not ended" and (summary := read_summary(directory, run.notes)):
         # A start removes the summary of an earlier run, so this run ended: only the last line of the record is lost.
         run.summary, run.state = summary, "ended"
