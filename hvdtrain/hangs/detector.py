@@ -8,6 +8,7 @@ if these differ. Called by the monitor's thread.
 import select
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from hvdtrain.engines import flight
 from hvdtrain.engines.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
@@ -21,27 +22,31 @@ from hvdtrain.hangs.diagnosis import (
     different_collectives,
 )
 from hvdtrain.hangs.messages import Stand
-from hvdtrain.hangs.stacks import stack_of, where, worth_printing
-from hvdtrain.hangs.timeouts import TIMES_STEP, HangTimeouts
+from hvdtrain.hangs.settings import Settings
+from hvdtrain.hangs.stacks import main_stack, where, worth_printing
+from hvdtrain.hangs.timeouts import TIMES_STEP
 from hvdtrain.hangs.work import Starvation, Work
 
 COMPARE_SECONDS = 5.0  # without progress until rank 0 first compares the collectives of all ranks; then twice as long
 
 
-class Detector:
-    """One rank's. ask: sends `Ask` to the ranks that this one is connected to. end: ends the job, and gives the reason.
+class Seen(NamedTuple):
+    """What a look has shown, and what follows. moved: the main thread has made progress."""
 
-    names: of all ranks. watched: the thread whose progress counts. reply: seconds for a rank to send its report. guest: the
-    program does not use hvdtrain. is_stopped: whether a rank is known to be stopped by a signal.
-    """
+    moved: bool = False
+    ask: bool = False  # ask the ranks that this one is connected to for their reports
+    end: str | None = None  # why the job must end
+
+
+class Detector:
+    """One rank's. names: of all ranks. is_stopped: whether a rank is known to be stopped by a signal."""
 
     def __init__(
-        self, rank: int, names: Sequence[str], activity: Activity, timeouts: HangTimeouts, watched: int | None, reply: float,
-        ask: Callable[[], None], end: Callable[[str], None], is_stopped: Callable[[int], bool], guest: bool,
-    ):  # fmt: skip
-        self.rank, self.names, self.activity, self.timeouts = rank, names, activity, timeouts
-        self.watched, self.reply, self.guest = watched, reply, guest
-        self._ask_all, self._end, self._is_stopped = ask, end, is_stopped
+        self, rank: int, names: Sequence[str], activity: Activity, settings: Settings, is_stopped: Callable[[int], bool]
+    ):
+        self.rank, self.names, self.activity = rank, names, activity
+        self.timeouts, self.reply, self.guest = settings.timeouts, settings.timing.reply, settings.guest
+        self._is_stopped = is_stopped
         self.longest = 0.0  # seconds of the longest step so far
         self.reports: dict[int, Stand] = {}  # the answers, by rank
         self.asked_at: float | None = None
@@ -54,8 +59,8 @@ class Detector:
         self._excused = 0.0  # seconds without progress that a lack of CPU cores on any rank explains
         self.work, self.starvation = Work(), Starvation()
 
-    def look(self, now: float, elapsed: float, connected: bool) -> bool:
-        """Look whether the main thread has made progress, `elapsed` seconds after the last look, and return that."""
+    def look(self, now: float, elapsed: float, connected: bool) -> Seen:
+        """Look whether the main thread has made progress, `elapsed` seconds after the last look."""
         starved = self.starvation.seconds()
         moves, phase = self.activity.moves, self.activity.phase
         moved = moves != self._seen
@@ -74,52 +79,52 @@ class Detector:
                 # Not 0 at once: a thread or child process that writes a line every ten seconds is no evidence.
                 self._idle = max(0.0, self._idle - elapsed) if self.work.seen() else self._idle + elapsed
         self._phase = phase
-        if connected and not moved and not self.timeouts.off:
-            self._ask(now, starved)
-        return moved
+        waits = connected and not moved and not self.timeouts.off
+        return self._decide(now, starved) if waits else Seen(moved)
 
     def _may_work(self, phase: Phase) -> bool:
         """Return whether work that is seen extends the limit of this phase."""
         return phase is UPDATED or (self.timeouts.patient and self.activity.collective is None)
 
-    def _ask(self, now: float, starved: float) -> None:
+    def _decide(self, now: float, starved: float) -> Seen:
+        """Return what follows from a look without progress. starved: seconds without a core."""
         limit = self.timeouts.step(self.longest)
         # Rank 0 decides first, if it can.
         late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.reply
         if self._stalled < limit + late or now < self._ask_again:
-            self._compare()
-            return
+            return self._compare()
         if self.asked_at is None:
             self.asked_at, self.reports = now, {self.rank: self.report()}
-            self._ask_all()
-            return
+            return Seen(ask=True)
         # If this rank lacks a core, other ranks on its host may lack one, too.
         silent = now - self.asked_at > self.reply + min(starved, MOST_STARVED * self.reply)
         if self.rank == 0 and (silent or len(self.reports) == len(self.names)):
-            self._judge(now)
-        elif self.rank != 0 and 0 in self.reports:
+            return self._judge(now)
+        if self.rank != 0 and 0 in self.reports:
             self.asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
         elif self.rank != 0 and silent:
             # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
             phase = STEP if self._phase is BETWEEN else self._phase
             if self._is_stopped(0) or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
-                self._end(f"{self.names[0]} does not answer (stopped, spinning outside Python, or cut off)")
+                return Seen(end=f"{self.names[0]} does not answer (stopped, spinning outside Python, or cut off)")
             self.asked_at, self._ask_again = None, now + self.reply
+        return Seen()
 
-    def _compare(self) -> None:
+    def _compare(self) -> Seen:
         """On rank 0, while it waits for others: end the job if ranks wait for different collectives."""
         if self.rank != 0 or self.activity.collective is None:
-            return
+            return Seen()
         if self._stalled >= self._compare_at:
             self._compare_at, self.reports = 2 * self._stalled, {}
-            self._ask_all()
-        elif len(self.reports) == len(self.names) - 1:  # all have answered
+            return Seen(ask=True)
+        if len(self.reports) == len(self.names) - 1:  # all have answered
             self.reports[0] = self.report()
             reports = {rank: stand.report for rank, stand in self.reports.items()}
-            if different_collectives(reports, self.names) and (message := diagnose_hang(reports, self.names).headline):
-                self._end(message)
+            if different_collectives(reports, self.names):
+                return Seen(end=diagnose_hang(reports, self.names).headline)
+        return Seen()
 
-    def _judge(self, now: float) -> None:
+    def _judge(self, now: float) -> Seen:
         """End the job, unless the reports show a reason for the delay; then ask again later."""
         self.reports[self.rank] = self.report()
         reports = {rank: stand.report for rank, stand in self.reports.items()}
@@ -127,12 +132,13 @@ class Detector:
         remedy = TO_WATCH_LONGER if self.guest else TO_ANNOUNCE
         diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, remedy)
         if diagnosis.headline is not None:
-            self._end(diagnosis.headline)
-        elif self.timeouts.patient and not self._reported:
+            return Seen(end=diagnosis.headline)
+        if self.timeouts.patient and not self._reported:
             self._tell_of_work(reports)
         self._excused = diagnosis.excused
         # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
         self.asked_at, self._ask_again = None, now + max(min(diagnosis.wait, self.timeouts.step(self.longest)), 0.05)
+        return Seen()
 
     def _tell_of_work(self, reports: Mapping[int, Report]) -> None:
         """Print a line, once, if a rank has worked for longer than its phase may take, and than ten steps."""
@@ -150,7 +156,7 @@ class Detector:
 
     def report(self) -> Stand:
         """Return a report about the main thread, and the innermost frames of its stack."""
-        stack, activity = stack_of(self.watched), self.activity
+        stack, activity = main_stack(), self.activity
         phase, stalled, at = activity.phase, 0.0 if activity.moves != self._seen else self._stalled, where(stack)
         step = self.timeouts.step(self.longest)
         allowed = self.timeouts.phase(phase, self.longest)

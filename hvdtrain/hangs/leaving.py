@@ -14,21 +14,18 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
-from hvdtrain.hangs.stacks import stack_of, where, worth_printing
+from hvdtrain.hangs.stacks import main_stack, stack_of, where, worth_printing
 from hvdtrain.hangs.work import Work
 
 LOOK_SECONDS = 1.0  # between two checks
 
 
 class Leaving:
-    """The limit in seconds of a rank's end. watched: the main thread. leave: exits the process. guest: the program
-    does not use hvdtrain: hide our frames."""
+    """The limit in seconds of a rank's end. leave: exits the process. guest: the program does not use hvdtrain: hide our
+    frames."""
 
-    def __init__(
-        self, name: str, limit: float, watched: int | None, leave: Callable[[int], None] = os._exit, guest: bool = False
-    ):
-        self.name, self.watched, self.leave, self.guest = name, watched, leave, guest
-        self.limit = limit
+    def __init__(self, name: str, limit: float, leave: Callable[[int], None] = os._exit, guest: bool = False):
+        self.name, self.limit, self.leave, self.guest = name, limit, leave, guest
         self.idle = self.exiting = 0.0  # seconds without work; seconds in exit handlers or in the engine's shutdown
         self.disconnects = False  # it is in the engine's shutdown
         self.suspended = False  # it waits until other ranks are at their end, too
@@ -71,7 +68,7 @@ class Leaving:
             self.look(elapsed)
 
     def _end(self, exits: bool) -> None:
-        stack = stack_of(self.watched)
+        stack = main_stack()
         does = f"is at {where(stack)}"
         if exits:
             does = "runs its exit handlers" + (f", at {where(stack)}" if stack else "")  # none: one written in C

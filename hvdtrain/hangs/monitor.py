@@ -31,7 +31,8 @@ from hvdtrain.hangs.detector import Detector
 from hvdtrain.hangs.leaving import Leaving
 from hvdtrain.hangs.messages import Appoint, Ask, Bye, End, Fail, Know, Message, Stand, Stop
 from hvdtrain.hangs.peers import Peer, connect, peers_of
-from hvdtrain.hangs.stacks import stack_of, worth_printing
+from hvdtrain.hangs.settings import Settings
+from hvdtrain.hangs.stacks import main_stack, worth_printing
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.launching import processes
 from hvdtrain.launching.exit_codes import FAILED, STOPPED
@@ -49,18 +50,6 @@ class Gone(NamedTuple):
     since: float  # time.monotonic; infinity if it had finished
     last_words: Fail | Bye | None
     error: str = ""
-
-
-class Timing(NamedTuple):
-    """Time limits and intervals, in seconds."""
-
-    look: float = 1.0  # between two checks of the main thread
-    reply: float = 3.0  # for a rank to send its report
-    grace: float = 3.0  # for launcher and engine to end a job with a dead rank themselves
-    leave: float = 3.0  # for the main thread to stop before the first step is finished, when there is nothing to save
-
-
-TIMING = Timing()
 
 
 def remember_ignored() -> None:
@@ -105,22 +94,15 @@ class Appointment:
 class Monitor:
     """The monitor of a rank. Call `start` once, and `close` at the end. For the main thread: `stop_reason`, `stop`, `save`.
 
-    failed, stopped: called on rank 0, in the thread, with the reason, before all ranks end. off: why the ranks could not be
-    connected. watched: the thread to monitor (default: the main thread). leave: exits the process. guest: the program does
-    not use hvdtrain; its signals and launchers are not monitored, and our frames not printed.
+    peers: all ranks. channels: the connections of this one, by rank. off: why there are none.
     """
 
     def __init__(
-        self, rank: int, peers: Sequence[Peer], activity: Activity, timeouts: HangTimeouts,
-        channels: Mapping[int, Channel], off: str | None = None, failed: Callable[[str], None] = lambda headline: None,
-        stopped: Callable[[str], None] = lambda reason: None, guest: bool = False, timing: Timing = TIMING,
-        watched: int | None = None, leave: Callable[[int], None] = os._exit,
+        self, rank: int, peers: Sequence[Peer], activity: Activity, channels: Mapping[int, Channel], off: str | None,
+        settings: Settings,
     ):  # fmt: skip
-        self.rank, self.peers, self.activity, self.timeouts = rank, list(peers), activity, timeouts
-        self.channels, self.off = dict(channels), off
-        self.failed, self.stopped, self.guest = failed, stopped, guest
-        self.timing, self.leave = timing, leave
-        self.watched = threading.main_thread().ident if watched is None else watched
+        self.rank, self.peers, self.activity, self.settings = rank, list(peers), activity, settings
+        self.channels, self.off, self.timing = dict(channels), off, settings.timing
         self.stop_reason: str | None = None  # what requested the stop
         self.recordings: Path | None = None  # where a rank that is ended writes the last collectives of its GPU
         self.stop = Appointment("stop", self)
@@ -129,10 +111,8 @@ class Monitor:
         self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = SignalSocket()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
-        self.detector = Detector(
-            rank, [self.name(other) for other in range(len(peers))], activity, timeouts, self.watched, timing.reply,
-            lambda: self.send_all(Ask()), self._end, self._is_stopped, guest,
-        )  # fmt: skip
+        names = [self.name(other) for other in range(len(peers))]
+        self.detector = Detector(rank, names, activity, settings, self._is_stopped)
         self._looked_at = time.monotonic()
         self._stop_known_at = 0.0
         self._interrupts = 0
@@ -143,7 +123,7 @@ class Monitor:
 
     def start(self) -> None:
         """Start the thread. From then on, stop signals are requests."""
-        if not self.guest:
+        if not self.settings.guest:
             self.launchers = processes.launchers()
             heard = (number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
             self.signals.listen(number for number in heard if number not in _ignored)
@@ -225,7 +205,7 @@ class Monitor:
                 raise
         message = f"{self.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
         say_within(f"hvdtrain: error: {message}: let it close its own\n")
-        self.leave(FAILED)  # at once: files are lost, and the engine's shutdown may wait for ever
+        self.settings.leave(FAILED)  # at once: files are lost, and the engine's shutdown may wait for ever
         return []
 
     @contextlib.contextmanager
@@ -244,11 +224,14 @@ class Monitor:
         for number in (signal.Signals(heard) for heard in self.signals.received() if heard in STOP_SIGNALS):
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
-                self.leave(130)
+                self.settings.leave(130)
             if self._has_left(0):
                 # All ranks have finished their last collective: there is nothing to agree on or to save.
-                self.leave(128 + number)
+                self.settings.leave(128 + number)
             self.request_stop(f"{number.name} on rank {self.rank} ({self.peers[self.rank].host})")
+
+    def _appointment(self, what: str) -> Appointment:
+        return self.stop if what == "stop" else self.save
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop; rank 0 decides when."""
@@ -290,18 +273,18 @@ class Monitor:
                 self._learn_stop(reason)
             case Appoint(what, step, reason):
                 self.stop_reason = self.stop_reason or reason
-                (self.stop if what == "stop" else self.save).step = step
+                self._appointment(what).step = step
                 self.activity.asked = True
                 channel.send(Know(what))
             case Know(what):
-                (self.stop if what == "stop" else self.save).confirm(rank)
+                self._appointment(what).confirm(rank)
             case Fail():
                 self.gone[rank] = Gone(time.monotonic(), message)
             case End(exit_code):
                 if exit_code == FAILED:
                     self._write_recording()
                 time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
-                self.leave(exit_code)
+                self.settings.leave(exit_code)
             case Bye():
                 self.gone[rank] = Gone(float("inf"), message)
 
@@ -317,8 +300,12 @@ class Monitor:
             self.activity.asked = True  # the main thread can install handlers
         self._miss_launcher()
         self._leave_before_the_first_step(now)
-        moved = self.detector.look(now, elapsed, connected=bool(self.channels))
-        if self.leaving is not None and moved:
+        seen = self.detector.look(now, elapsed, connected=bool(self.channels))
+        if seen.ask:
+            self.send_all(Ask())
+        if seen.end is not None:
+            self._end(seen.end)
+        if self.leaving is not None and seen.moved:
             self.leaving.heartbeat()
         elif self.leaving is not None:
             self.leaving.look(elapsed)
@@ -330,8 +317,9 @@ class Monitor:
 
     def make_leaving(self) -> Leaving:
         """Return the limit of this rank's own end, for when no other rank waits for it."""
-        limit = self.timeouts.leaving(self.detector.longest)
-        return Leaving(self.name(self.rank), limit, self.watched, self.leave, self.guest)
+        settings = self.settings
+        limit = settings.timeouts.leaving(self.detector.longest)
+        return Leaving(self.name(self.rank), limit, settings.leave, settings.guest)
 
     def _fate(self, rank: int) -> str:
         """Return what became of a rank whose connection is gone."""
@@ -361,9 +349,9 @@ class Monitor:
             return
         reason = self.stop_reason
         self.send_all(End(STOPPED))
-        within(WRITE_SECONDS, lambda: self.stopped(reason))
+        within(WRITE_SECONDS, lambda: self.settings.stopped(reason))
         time.sleep(self.timing.look / 2)
-        self.leave(STOPPED)
+        self.settings.leave(STOPPED)
 
     def _end(self, headline: str) -> None:
         """Print the reason and all stacks, and end this process; on rank 0, also the other ranks."""
@@ -376,7 +364,7 @@ class Monitor:
             lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
             lines += stack
         if not self.detector.reports:
-            stack = traceback.format_list(worth_printing(stack_of(self.watched), self.guest))
+            stack = traceback.format_list(worth_printing(main_stack(), self.settings.guest))
             lines += [f"  {self.name(self.rank)}:\n", *stack]
         last_collectives = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
         lines.append(flight.explain(last_collectives, [self.name(rank) for rank in range(len(self.peers))]))
@@ -385,9 +373,9 @@ class Monitor:
         self._kill_silent()
         if self.rank == 0:
             self.send_all(End(FAILED))
-            within(WRITE_SECONDS, lambda: self.failed(headline))
+            within(WRITE_SECONDS, lambda: self.settings.failed(headline))
             time.sleep(self.timing.look / 2)
-        self.leave(FAILED)
+        self.settings.leave(FAILED)
 
     def _write_recording(self) -> None:
         if (directory := self.recordings) is not None:
@@ -410,10 +398,11 @@ def monitor_ranks(
     engine: Engine, timeouts: HangTimeouts, failed: Callable[[str], None] = lambda headline: None,
     stopped: Callable[[str], None] = lambda reason: None, guest: bool = False,
 ) -> Monitor:  # fmt: skip
-    """Connect all ranks and monitor them from now on. A collective. See `Monitor`."""
+    """Connect all ranks and monitor them from now on. A collective. See `Settings`."""
     leaving.stop()  # of a training before this one
     peers = peers_of(engine)
     channels, off = connect(engine, [peer.host for peer in peers]) if engine.size > 1 else ({}, None)
-    monitor = Monitor(engine.rank, peers, engine.activity, timeouts, channels, off, failed, stopped, guest)
+    settings = Settings(timeouts, failed, stopped, guest)
+    monitor = Monitor(engine.rank, peers, engine.activity, channels, off, settings)
     monitor.start()
     return monitor

@@ -2,6 +2,7 @@
 
 import sys
 import sysconfig
+import threading
 import traceback
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def stack_of(thread: int | None) -> Stack:
     """Return the stack of a thread, outermost frame first; empty while it runs no Python."""
     frame = sys._current_frames().get(thread or 0)
     return traceback.extract_stack(frame) if frame else []  # without a frame: the caller's own
+
+
+def main_stack() -> Stack:
+    """Return the stack of the main thread, whose progress counts."""
+    return stack_of(threading.main_thread().ident)
 
 
 def programs(stack: Stack) -> Stack:

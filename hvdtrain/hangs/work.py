@@ -25,7 +25,7 @@ class Work:
     def seen(self) -> bool:
         """Return whether anything used at least a twentieth of a core, read or wrote, or the main thread waits for a
         disk."""
-        now, at = {which: used(which) for which in workers()}, time.monotonic()
+        now, at = {which: used(which) for which in threads_and_children()}, time.monotonic()
         seconds, transferred = 0.0, False
         for which, (cpu, count) in now.items():
             cpu_before, count_before = self._before.get(which, (0.0, 0))
@@ -42,7 +42,7 @@ def waits_for_disk() -> bool:
     return thread is not None and thread.state == "D"
 
 
-def workers() -> Iterator[str]:
+def threads_and_children() -> Iterator[str]:
     """Yield the program's threads and child processes, as `processes.stat` takes them."""
     for thread in threading.enumerate():
         if not thread.daemon and thread.native_id is not None:

@@ -357,7 +357,7 @@ def test_no_time_limit_of_ddp_or_of_nccl_ends_a_job(settings, monkeypatch):
 
 def test_the_engines_shutdown_has_a_time_limit_whatever_it_does(monkeypatch):
     """hvd.shutdown may spin for ever, where a GPU waits for a rank that has ended."""
-    watch = leaving.Leaving("rank 0", 1000.0, None)
+    watch = leaving.Leaving("rank 0", 1000.0)
     monkeypatch.setattr(leaving, "_current", watch)
     seen: list[bool] = []
 

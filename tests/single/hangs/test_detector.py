@@ -2,15 +2,14 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Collection
-from functools import partial
 
 import pytest
 
 from hvdtrain.engines.activity import UNREAD, Activity
 from hvdtrain.hangs import detector
 from hvdtrain.hangs.detector import COMPARE_SECONDS, Detector
+from hvdtrain.hangs.settings import Settings
 from hvdtrain.hangs.timeouts import HangTimeouts
 
 
@@ -29,8 +28,8 @@ class Job:
         self.activities = [Activity() for _ in range(size)]
         self.detectors = [
             Detector(
-                rank, [f"rank {other}" for other in range(size)], activity, timeouts, threading.get_ident(), 3.0,
-                partial(self._ask, rank), partial(self._end, rank), stopped.__contains__, guest,
+                rank, [f"rank {other}" for other in range(size)], activity, Settings(timeouts, guest=guest),
+                stopped.__contains__,
             )
             for rank, activity in enumerate(self.activities)
         ]  # fmt: skip
@@ -47,16 +46,17 @@ class Job:
         for rank in set(others) - {asker, *self.deaf}:
             self.detectors[asker].reports[rank] = self.detectors[rank].report()
 
-    def _end(self, rank: int, headline: str) -> None:
-        self.ended.append((rank, headline, self.now))
-
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
             if not self.ended:
                 self.now += 1.0
                 for rank, each in enumerate(self.detectors):
                     if rank not in self.deaf:
-                        each.look(self.now, 1.0, connected=True)
+                        seen = each.look(self.now, 1.0, connected=True)
+                        if seen.ask:
+                            self._ask(rank)
+                        if seen.end is not None:
+                            self.ended.append((rank, seen.end, self.now))
 
     def wait(self, ranks: Collection[int]) -> None:
         for rank in ranks:

@@ -10,7 +10,7 @@ BEGIN = """
 import atexit, subprocess, sys, threading, time
 from hvdtrain.hangs import leaving
 leaving.LOOK_SECONDS = 0.1
-watch = leaving.Leaving("rank 1 on b", LIMIT, threading.main_thread().ident)
+watch = leaving.Leaving("rank 1 on b", LIMIT)
 
 def work(seconds):  # at a fifth of a core: a twentieth counts as work
     until = time.monotonic() + seconds
@@ -58,7 +58,7 @@ def test_it_is_ended_and_says_where(body, does):
         "watch.start()\nleaving.stop()\ntime.sleep(3)",
         "watch.start()\nwith leaving.ending(): work(0.5)\nwork(3)",
         "watch.start()\nwith leaving.ending(suspended=True): time.sleep(3)",
-        "sys.ps1 = '>>> '\nleaving.Leaving('a person', 1.0, 0).start()\ntime.sleep(3)",
+        "sys.ps1 = '>>> '\nleaving.Leaving('a person', 1.0).start()\ntime.sleep(3)",
     ],
     ids=[
         "a line",

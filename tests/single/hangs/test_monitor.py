@@ -18,8 +18,9 @@ from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.files import allow_open_files
 from hvdtrain.hangs.channel import Channel, accept, listen, say_hello
 from hvdtrain.hangs.messages import Fail
-from hvdtrain.hangs.monitor import Monitor, Timing
+from hvdtrain.hangs.monitor import Monitor
 from hvdtrain.hangs.peers import Peer
+from hvdtrain.hangs.settings import Settings, Timing
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.launching import processes
 from tests.waiting import wait_for
@@ -40,10 +41,9 @@ class Rank(Monitor):
         self.deaf = False  # its thread hears nothing
         self.said: list[str] = []
         peers = [Peer(f"h{other // 8}", "here", NOBODY) for other in range(size)]
-        super().__init__(
-            rank, peers, Activity(), HangTimeouts(step_timeout), channels, failed=self.said.append,
-            stopped=self.said.append, guest=True, timing=timing, leave=self._leave,
-        )  # fmt: skip
+        limits = HangTimeouts(step_timeout)
+        settings = Settings(limits, self.said.append, self.said.append, guest=True, timing=timing, leave=self._leave)
+        super().__init__(rank, peers, Activity(), channels, None, settings)
         self.detector.starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
 
     def _run(self) -> None:
