@@ -8,12 +8,12 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 # All that a checkout needs beside the package to be set up, to launch, and to become a container.
-BESIDE = ("launch", "containers", "docs", "Makefile", "README.md", "LICENSE", "pyproject.toml", "setup.py")
+CHECKOUT = ("launch", "containers", "docs", "Makefile", "README.md", "LICENSE", "pyproject.toml", "setup.py")
 LEFT = ("__pycache__", "ladder-runs", ".ipynb_checkpoints")  # by programs, git-ignored
 
 
 class BuildWithCheckout(build_py):
-    """Copy BESIDE to hvdtrain/_checkout of what is built, executable bits kept. An editable install has the checkout."""
+    """Copy CHECKOUT to hvdtrain/_checkout of what is built, executable bits kept. An editable install has the checkout."""
 
     def run(self) -> None:
         super().run()
@@ -23,7 +23,7 @@ class BuildWithCheckout(build_py):
         if target.exists():  # an earlier build's, with files that may be gone since
             shutil.rmtree(target)
         target.mkdir()
-        for name in BESIDE:
+        for name in CHECKOUT:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns(*LEFT))
             else:

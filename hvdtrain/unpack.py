@@ -18,7 +18,7 @@ from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 
 PACKAGE = Path(__file__).resolve().parent
-BESIDE = PACKAGE / "_checkout"  # setup.py puts it into the wheel
+CHECKOUT = PACKAGE / "_checkout"  # setup.py puts it into the wheel
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
@@ -30,12 +30,12 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 
 def unpack(directory: Path) -> None:
     """Write the files. Raises UserError before anything is written; OSError, shutil.Error."""
-    if not BESIDE.is_dir():
+    if not CHECKOUT.is_dir():
         raise UserError(f"this hvdtrain runs from a checkout, which has launch/ and containers/: {PACKAGE.parent}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty: name another DIR")
-    shutil.copytree(BESIDE, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    without = shutil.ignore_patterns("__pycache__", BESIDE.name)
+    shutil.copytree(CHECKOUT, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    without = shutil.ignore_patterns("__pycache__", CHECKOUT.name)
     shutil.copytree(PACKAGE, directory / PACKAGE.name, ignore=without)
 
 

@@ -82,8 +82,8 @@ def command(
 
 def program(name: str) -> str:
     """Return the path of `name`: next to this Python, or on PATH. Raises UserError if it is in neither."""
-    beside = Path(sys.executable).parent
-    found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    here = Path(sys.executable).parent
+    found = shutil.which(name, path=f"{here}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
         raise UserError(f"{name} is neither next to {sys.executable} nor on PATH: run `make setup`, or load its module")
     return found

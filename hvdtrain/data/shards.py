@@ -103,7 +103,7 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
         problem = "does not exist" if not data_dir.exists() else f"has neither {split}/*.tar nor {split}-*.tar"
         raise UserError(f"--data-dir: {data_dir} {problem}: name the directory of the shards, or use {flag}")
     names = [str(path.absolute()) for path in found]
-    for directory, sizes in beside(names, "sizes.json", dict).items():
+    for directory, sizes in json_next_to(names, "sizes.json", dict).items():
         gone = sorted(sizes.keys() - {path.name for path in directory.iterdir()})
         if gone:
             more = f" and {len(gone) - 1:,} more" if len(gone) > 1 else ""
@@ -115,7 +115,7 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
 def choose_classes(names: list[str], asked: int | None) -> int:
     """Return the number of classes: `asked`, or from classes.json next to the shards, or that of ImageNet. Raises
     UserError."""
-    listed = beside(names, "classes.json", list)
+    listed = json_next_to(names, "classes.json", list)
     for directory, theirs in listed.items():
         if not theirs:
             raise UserError(f"{directory}/classes.json lists no classes: create it again, or remove it")
@@ -132,7 +132,7 @@ def choose_classes(names: list[str], asked: int | None) -> int:
 def expected_samples(names: list[str]) -> list[int | None]:
     """Return the samples of each shard according to sizes.json ({"000000.tar": 1000, ...}) in its directory; None where it
     does not say. Raises UserError."""
-    sizes = beside(names, "sizes.json", dict)
+    sizes = json_next_to(names, "sizes.json", dict)
     found = [sizes.get(Path(name).parent, {}).get(Path(name).name) for name in names]
     for name, samples in zip(names, found, strict=True):
         if samples is not None and not isinstance(samples, int):
@@ -141,7 +141,7 @@ def expected_samples(names: list[str]) -> list[int | None]:
     return found
 
 
-def beside(names: list[str], file: str, kind: type[Kind]) -> dict[Path, Kind]:
+def json_next_to(names: list[str], file: str, kind: type[Kind]) -> dict[Path, Kind]:
     """Return the content of the JSON files named `file` next to the shards, by directory. Raises UserError."""
     directories = sorted({Path(name).parent for name in names})
     return {each: read_json(each / file, kind) for each in directories if (each / file).exists()}

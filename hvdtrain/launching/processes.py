@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hvdtrain.engines.errors import UserError
 
 PROC = Path("/proc")
+TASKS = PROC / "self/task"  # of this process: its threads
 TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 # Launchers, by the name of their executable or script. When one of them ends, the ranks that it started must end.
 LAUNCHERS = re.compile(
@@ -82,10 +83,10 @@ def bytes_transferred(which: int | str) -> int:
 
 def threads() -> list[int]:
     """Return the IDs of this process's threads."""
-    return [int(task.name) for task in (PROC / "self/task").iterdir()]
+    return [int(task.name) for task in TASKS.iterdir()]
 
 
-def turns(thread: int, tasks: Path = PROC / "self/task") -> Turns | None:
+def turns(thread: int, tasks: Path = TASKS) -> Turns | None:
     """Return how a thread of this process was scheduled; None if it has ended, or the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):
         running, waiting, slices = map(int, (tasks / str(thread) / "schedstat").read_text().split())

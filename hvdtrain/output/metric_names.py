@@ -9,11 +9,11 @@ from hvdtrain.output.rank_times import PHASES
 # Fields of all events. Scripts cannot use these names for recorded values.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.
-BESIDE = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size"})
-BESIDE_BEGINNINGS = ("learning_rate",)
-BESIDE_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
+ADDED = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size"})
+ADDED_BEGINNINGS = ("learning_rate",)
+ADDED_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
 # Fields of a `train` event that trackers show in addition to the script's values, and their names there.
-SHOWN_BESIDE = {
+ADDED_AND_SHOWN = {
     "objective": "train/objective",
     "gradient_norm": "train/gradient_norm",
     "learning_rate": "run/learning_rate",
@@ -80,12 +80,12 @@ def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
     return {
         name: value
         for name, field in event.items()
-        if name not in FIXED and (name in metrics or not _beside(name)) and (value := number(field)) is not None
+        if name not in FIXED and (name in metrics or not _is_added(name)) and (value := number(field)) is not None
     }
 
 
-def _beside(name: str) -> bool:
-    return name in BESIDE or name.startswith(BESIDE_BEGINNINGS) or name.endswith(BESIDE_ENDINGS)
+def _is_added(name: str) -> bool:
+    return name in ADDED or name.startswith(ADDED_BEGINNINGS) or name.endswith(ADDED_ENDINGS)
 
 
 def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -96,7 +96,7 @@ def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Met
     """
     if name == "train":
         values = {f"train/{key}": value for key, value in named_values(event, metrics).items()}
-        found = {tag: number(event.get(key)) for key, tag in SHOWN_BESIDE.items()}
+        found = {tag: number(event.get(key)) for key, tag in ADDED_AND_SHOWN.items()}
         return values | {tag: value for tag, value in found.items() if value is not None}
     if name == "evaluate":
         prefix = str(event.get("prefix") or "")

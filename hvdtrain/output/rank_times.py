@@ -1,6 +1,5 @@
 """What a rank's clock has measured, and how the measurements of all ranks are added up."""
 
-import contextlib
 import os
 import resource
 from collections.abc import Sequence
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from hvdtrain.launching import processes
 
 PHASES = ("loading", "compute", "communication")
 
@@ -78,9 +79,7 @@ def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
     return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
 
 
-def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
+def seconds_without_core(tasks: Path = processes.TASKS) -> float:
     """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        _, waiting, _ = map(int, (tasks / str(os.getpid()) / "schedstat").read_text().split())
-        return waiting / 1e9
-    return 0.0
+    turns = processes.turns(os.getpid(), tasks)
+    return turns.waiting_seconds if turns else 0.0

@@ -21,7 +21,7 @@ def package(tmp_path, monkeypatch):
     (package / "_checkout" / "launch" / "slurm.sbatch").write_text("how=starter\n")
     (package / "mnist.py").write_text("pass\n")
     monkeypatch.setattr(unpack, "PACKAGE", package)
-    monkeypatch.setattr(unpack, "BESIDE", package / "_checkout")
+    monkeypatch.setattr(unpack, "CHECKOUT", package / "_checkout")
     return package
 
 
