@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
-from hvdtrain.analysis.measuring import matrix_product_rate
 from hvdtrain.data import text, vocabularies
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
@@ -39,6 +38,7 @@ from hvdtrain.flags import Flags
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 from hvdtrain.output import remote
+from hvdtrain.output.device_times import matrix_product_rate
 from hvdtrain.training import loading, optim, reading
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}

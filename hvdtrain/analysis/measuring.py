@@ -3,50 +3,17 @@
 import json
 import os
 import platform
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from hvdtrain.engines import atomic, files
-from hvdtrain.engines.accelerators import module_of
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-SIDES = {"cpu": 1024}  # of a matrix product that occupies the device; others: LARGE_SIDE
-LARGE_SIDE = 8192  # 1.1 TFLOP: milliseconds on a GPU, against microseconds to start a kernel
-
-
-def matrix_product_rate(device: torch.device, dtype: torch.dtype, side: int | None = None) -> torch.Tensor:
-    """Return the FLOP/s that `device` reaches in a product of two [side, side] matrices of `dtype`, as float64 [].
-
-    On an accelerator, timed by its own events: the host would add the time to start a kernel and to learn of its end.
-    """
-    side = side or SIDES.get(device.type, LARGE_SIDE)
-    a, b = torch.randn(2, side, side, device=device).to(dtype)
-    best = min(seconds_of(device, lambda: a @ b) for _ in range(4))  # the first is a warm-up
-    return torch.tensor(2 * side**3 / best, dtype=torch.float64)
-
-
-def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
-    """Return how long `device` takes for `work`."""
-    if device.type == "cpu":
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    backend = module_of(device)
-    start, end = (backend.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
 
 
 def hardware() -> dict[str, object]:

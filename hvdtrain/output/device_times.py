@@ -1,12 +1,19 @@
-"""The time of an accelerator by phase."""
+"""The time of a device: of an accelerator by phase, and of a large matrix product.
 
+On an accelerator by its own events: the host would add the time to start a kernel and to learn of its end.
+"""
+
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hvdtrain.engines.accelerators import module_of
 
+SIDES = {"cpu": 1024}  # of a matrix product that occupies the device; others: LARGE_SIDE
+LARGE_SIDE = 8192  # 1.1 TFLOP: milliseconds on a GPU, against microseconds to start a kernel
 MOST_EVENTS = 1000  # that are kept until a window ends: with --log-steps 100000 there would be a million
 
 
@@ -56,3 +63,26 @@ class DeviceTimes:
         while self._spans and self._spans[0][2].query():
             phase, start, end = self._spans.popleft()
             self._seconds[phase] += start.elapsed_time(end) / 1000
+
+
+def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return the FLOP/s that `device` reaches in a product of two square matrices of `dtype`, as float64 []."""
+    side = SIDES.get(device.type, LARGE_SIDE)
+    a, b = torch.randn(2, side, side, device=device).to(dtype)
+    best = min(seconds_of(device, lambda: a @ b) for _ in range(4))  # the first is a warm-up
+    return torch.tensor(2 * side**3 / best, dtype=torch.float64)
+
+
+def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
+    """Return how long `device` takes for `work`."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    backend = module_of(device)
+    start, end = (backend.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

@@ -8,9 +8,9 @@ import time
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvdtrain.analysis.measuring import matrix_product_rate
 from hvdtrain.data.sharding import kept
 from hvdtrain.engines.base import AMP_DTYPES
+from hvdtrain.output.device_times import matrix_product_rate
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step

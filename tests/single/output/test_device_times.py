@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hvdtrain.analysis.measuring import seconds_of
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.output import clock, device_times
 from hvdtrain.output.clock import CPU, Clock
@@ -132,7 +131,7 @@ def test_a_matrix_product_is_timed_without_the_time_to_start_it_and_to_learn_of_
         gpu.host += 0.0005
 
     gpu.host = 1.0
-    assert seconds_of(GPU, product) == pytest.approx(0.002)
+    assert device_times.seconds_of(GPU, product) == pytest.approx(0.002)
     assert gpu.host == pytest.approx(1.002)
 
 
