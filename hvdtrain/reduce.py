@@ -56,14 +56,10 @@ def main() -> int:
         except UserError:
             raise
         except Exception as error:  # each engine, and each library below it, raises its own types
-            message = (
-                f"{engine.description} has no {flags.op} of {flags.dtype} ({str(error).splitlines()[0]}): use float32"
-            )
-            raise UserError(message, everywhere=True) from error
-        held = engine.all_gather_object(
-            [before, text(number)], "held"
-        )  # only rank 0 prints: lines of several would mix
-        if engine.rank == 0:
+            lacking = f"{engine.description} has no {flags.op} of {flags.dtype} ({str(error).splitlines()[0]})"
+            raise UserError(f"{lacking}: use float32", everywhere=True) from error
+        held = engine.all_gather_object([before, text(number)], "held")
+        if engine.rank == 0:  # alone: lines of several would mix
             for place, name in enumerate(("before", "after")):
                 lines.say("\n".join(f"{name} {rank} data {both[place]}" for rank, both in enumerate(held)))
     return 0

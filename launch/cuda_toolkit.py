@@ -13,9 +13,7 @@ from pathlib import Path
 
 from steps import Refusal, pins
 
-SITE = (
-    Path(sysconfig.get_path("purelib")) / "nvidia"
-)  # torch's CUDA wheels, in the environment that Horovod is built for
+SITE = Path(sysconfig.get_path("purelib")) / "nvidia"  # torch's CUDA wheels, where Horovod is built for it
 USUAL = Path("/usr/local/cuda")
 # A100, H100; the compiler adds PTX of the last one, from which newer GPUs compile at their first use
 ARCHITECTURES = "80,90"

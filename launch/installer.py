@@ -85,9 +85,8 @@ class Installer:
             self.use_uv = False
         else:
             command: list[str | Path] = [uv, "pip", "install", "--python", self.pip.python, "--no-progress", *arguments]
-            command += (
-                ["--compile-bytecode"] if bytecode else []
-            )  # as pip does: else the first import of each user is slow
+            if bytecode:  # as pip does: else the first import of each user is slow
+                command.append("--compile-bytecode")
             withhold_locks(self.pip.python, environment)
             with stage(f"{doing}, with uv") as current:
                 # First from uv's cache alone: a second clone needs no network, and gets the same versions.

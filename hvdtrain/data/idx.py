@@ -36,9 +36,8 @@ NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 CONTENT = "content"  # in the cache: of a data set's files
 SIDE = 28  # pixels
 UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what reading and `unpacked` may raise
-SILENCE_SECONDS = (
-    5.0  # of a mirror, without a byte; also for its first answer, with name resolution, connection and TLS
-)
+# Of a mirror, without a byte; also for its first answer, with name resolution, connection and TLS.
+SILENCE_SECONDS = 5.0
 TOTAL_SECONDS = 120.0  # for all files together
 
 

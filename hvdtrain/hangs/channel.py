@@ -160,9 +160,9 @@ def accept(
     return channels
 
 
-def say_hello(address: tuple[str, int], key: bytes, rank: int, seconds: float = HELLO_SECONDS) -> Channel:
+def say_hello(address: tuple[str, int], key: bytes, rank: int) -> Channel:
     """Connect to rank 0 with mutual authentication by `key`, and return the channel. Raises OSError."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + HELLO_SECONDS
     answered = 0
     while True:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -25,9 +25,7 @@ class Report(NamedTuple):
     phase: str
     limit: float  # time limit without progress in this phase
     stalled: float  # time without progress
-    starved: float = (
-        0.0  # time, within `stalled`, for which threads were ready to run but had no core; summed over threads
-    )
+    starved: float = 0.0  # within `stalled`: ready to run, but without a core; summed over threads
     collective: str | None = None  # the collective in which it waits for other ranks; None: it is not in a collective
     at: str = ""  # the program's innermost line: FILE:LINE, FUNCTION
     asynchronous: bool = False  # its device works on after a call has returned

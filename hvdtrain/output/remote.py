@@ -187,9 +187,7 @@ def best_in(path: Path) -> Entry | None:
     """Return metric, direction and value of the evaluation that a checkpoint follows, if it follows one."""
     import safetensors
 
-    with safetensors.safe_open(
-        path, framework="np"
-    ) as file:  # numpy's, as torch is not imported: only the header is read
+    with safetensors.safe_open(path, framework="np") as file:  # not torch, which is not imported
         held: Entry | None = json.loads((file.metadata() or {})["facts"]).get("best")
     return held
 

@@ -192,7 +192,7 @@ def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(
             LogFormatter()
-        )  # the default writes mathematics, which names must not be taken for
+        )  # the default writes mathematics, which `parse_math` switches off
     axes.set(xlabel="time (s)" if axis == "seconds" else axis, ylabel=shortened(name.replace("_", " ")), xlim=(0, None))
     if axis == "samples":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
