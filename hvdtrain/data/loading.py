@@ -176,7 +176,7 @@ def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, wo
         signal.signal(number, signal.SIG_IGN)
     info: Any = get_worker_info()
     if isinstance(held := getattr(info, "dataset", None), Travels):  # the script asks for its own
-        object.__setattr__(info, "dataset", held.dataset)  # what is set as usual can only be its random seed
+        object.__setattr__(info, "dataset", held.dataset)  # its attributes are read-only
     if worker_init is not None:
         worker_init(worker)
 

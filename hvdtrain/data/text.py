@@ -110,7 +110,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
         and found is not None
         and checksum(found[0], zlib.crc32(found[1].numpy().data)) != found[0].crc
     ):
-        # A disk lost them, or someone wrote there: zeros of the right number were trained on.
+        # A disk lost them, or someone wrote there. Otherwise as many zeros would be trained on.
         with contextlib.suppress(OSError):
             (directory / f"{stem}.json").unlink()
         found = None

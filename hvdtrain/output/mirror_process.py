@@ -95,7 +95,7 @@ class Mirror:
         self._remote, self._output_dir, self._keep = remote, output_dir, keep
         self._copied: dict[str, Mark] = {}  # what is there, as it was here
         self._recorded = 0.0  # when the record was last copied
-        # As long as it is this, training has not begun, and the files may be those of a run that is about to be put aside.
+        # Until metrics.jsonl changes, training has not begun: the files may be of a run that is about to be put aside.
         self._earlier = mark_of(output_dir / METRICS)
         self._untidy = False  # a copy has failed, and a part of it may be there
         self._since = 0.0  # beginning of an outage, on the monotonic clock; 0: none

@@ -222,7 +222,7 @@ class Wandb(Record):
 def without_password(text: str) -> str:
     """Return `text` without user names and passwords in URLs: all up to the last @, as a password may hold any character.
 
-    In each part but the last, the next URL's scheme is at the end.
+    "s3://me:p@ss@host, or file://there" is split after each "://", and becomes "s3://host, or file://there".
     """
     start, *urls = re.split(r"(?<=://)", text)
     return start + "".join(url.rpartition("@")[2] for url in urls)
