@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -12,11 +10,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hvdtrain
 from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import is_url
+from hvdtrain.launching import attendant
 from hvdtrain.output.mirror_process import END
 from hvdtrain.output.run_output import RunOutput
 
@@ -42,12 +40,8 @@ class Mirror:
             flags.resume = "auto"
 
     def _start(self, output_dir: Path, resume: str, keep: int) -> None:
-        asked = dict(parent=os.getpid(), output_dir=str(output_dir), mirror=self._url, resume=resume, keep=keep)
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.output.mirror_process", json.dumps(asked)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            cwd=Path(hvdtrain.__file__).parents[1],  # where -m finds it, wherever the program was started
-        )  # fmt: skip
+        asked = dict(output_dir=str(output_dir), mirror=self._url, resume=resume, keep=keep)
+        self._process = process = attendant.start("hvdtrain.output.mirror_process", asked, stdin=subprocess.PIPE)
         weakref.finalize(self, process.kill)  # also if training never begins
         for kind, text in said_by(process):
             if kind == "error":

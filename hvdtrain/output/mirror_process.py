@@ -8,7 +8,6 @@ output directory. END on standard input says that the run is over. Each line on 
 import json
 import os
 import select
-import signal
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching.processes import end_with_parent
+from hvdtrain.launching.attendant import attend
 from hvdtrain.output.remote import (
     CHECKPOINTS,
     METRICS,
@@ -200,10 +199,7 @@ def prepare(output_dir: Path, mirror: str | None, resume: str, keep: int) -> Mir
 
 def main(parent: int, output_dir: str, **asked: Any) -> int:
     """Do the work. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 decides what a signal to the job means
-    end_with_parent(parent, signal.SIGKILL)
-    os.nice(19)
+    attend(parent)
     try:
         mirror = prepare(Path(output_dir), **asked)
     except UserError as error:

@@ -7,20 +7,17 @@ can connect sees stacks. A process of its own serves the page, also where rank 0
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-import hvdtrain
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
-from hvdtrain.launching.processes import end_with_parent
+from hvdtrain.launching import attendant
 from hvdtrain.launching.rendezvous import own_address_towards
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.feature import Feature
@@ -35,7 +32,7 @@ class DebugPage(Feature):
         """A collective."""
         hosts = hosts_of(engine)
         others = [host for host in hosts if host != hosts[engine.rank]]
-        self._page: subprocess.Popen[str] | None = None
+        self._page: subprocess.Popen[bytes] | None = None
         with engine.raising_together("debug"):
             address = own_address_towards(others[0]) if others else "127.0.0.1"
             self._worker = worker_at(address)
@@ -48,14 +45,10 @@ class DebugPage(Feature):
         )
 
     def _serve(self, address: str, port: int, workers: list[str]) -> None:
-        asked = json.dumps({"parent": os.getpid(), "address": address, "port": port, "workers": workers})
-        self._page = subprocess.Popen(
-            [sys.executable, "-m", __name__, asked], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, start_new_session=True,
-            cwd=Path(hvdtrain.__file__).parents[1],  # where -m finds it, wherever the program was started
-        )  # fmt: skip
+        asked = dict(address=address, port=port, workers=workers)
+        self._page = attendant.start(__name__, asked, stderr=subprocess.DEVNULL)
         assert self._page.stdout is not None
-        if (answer := self._page.stdout.readline().strip()) != READY:
+        if (answer := self._page.stdout.readline().decode().strip()) != READY:
             self.close(failed=True)
             raise UserError(f"--debug-page {port}: {answer or 'its process has ended'}")
 
@@ -122,10 +115,7 @@ def serve(address: str, port: int, workers: list[str]) -> Any:
 
 def main(parent: int, address: str, port: int, workers: list[str]) -> int:
     """Serve the page until the parent ends. Tells it whether that is possible. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 decides what a signal to the job means
-    end_with_parent(parent, signal.SIGKILL)
-    os.nice(19)
+    attendant.attend(parent)
     try:
         server = serve(address, port, workers)
     except ModuleNotFoundError as error:

@@ -258,13 +258,8 @@ def restore_own(
     names: see `loading.load_optimizers`.
     """
     me = sorted(set(leaders)).index(leaders[engine.rank])
-    saved = None if tensors is None else [contents.decoded(tensors["own"]), tensors["own.rows"].shape]
-    packed, shape = engine.broadcast_object(saved, "checkpoint.own")
-    rows = torch.zeros(shape, dtype=torch.int64)
-    if rows.numel():
-        if tensors is not None:
-            rows.copy_(tensors["own.rows"])
-        engine.broadcast_(rows, "checkpoint.own.rows")
+    saved = None if tensors is None else (contents.decoded(tensors["own"]), tensors["own.rows"])
+    packed, rows = engine.broadcast_nested(saved, "checkpoint.own")
     if me:
         loading.load_optimizers(optimizers, models, unflattened(packed[me]["optimizers"], rows[me - 1]), names)
     return {name: packed[me][name] for name in ("scaler", "skipped")}
