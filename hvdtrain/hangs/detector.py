@@ -7,7 +7,7 @@ if these differ. Called by the monitor's thread.
 
 import select
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from hvdtrain.engines import flight
@@ -22,6 +22,7 @@ from hvdtrain.hangs.diagnosis import (
     different_collectives,
 )
 from hvdtrain.hangs.messages import Stand
+from hvdtrain.hangs.peers import Peers
 from hvdtrain.hangs.settings import Settings
 from hvdtrain.hangs.stacks import main_stack, where, worth_printing
 from hvdtrain.hangs.timeouts import TIMES_STEP
@@ -39,14 +40,11 @@ class Seen(NamedTuple):
 
 
 class Detector:
-    """One rank's. names: of all ranks. is_stopped: whether a rank is known to be stopped by a signal."""
+    """The detector of one rank."""
 
-    def __init__(
-        self, rank: int, names: Sequence[str], activity: Activity, settings: Settings, is_stopped: Callable[[int], bool]
-    ):
-        self.rank, self.names, self.activity = rank, names, activity
+    def __init__(self, peers: Peers, activity: Activity, settings: Settings):
+        self.rank, self.peers, self.names, self.activity = peers.me, peers, peers.names(), activity
         self.timeouts, self.reply, self.guest = settings.timeouts, settings.timing.reply, settings.guest
-        self._is_stopped = is_stopped
         self.longest = 0.0  # seconds of the longest step so far
         self.reports: dict[int, Stand] = {}  # the answers, by rank
         self.asked_at: float | None = None
@@ -90,7 +88,7 @@ class Detector:
         """Return what follows from a look without progress. starved: seconds without a core."""
         limit = self.timeouts.step(self.longest)
         # Rank 0 decides first, if it can.
-        late = 0.0 if self.rank == 0 or self._is_stopped(0) else 2 * self.reply
+        late = 0.0 if self.rank == 0 or self.peers.is_stopped(0) else 2 * self.reply
         if self._stalled < limit + late or now < self._ask_again:
             return self._compare()
         if self.asked_at is None:
@@ -105,7 +103,7 @@ class Detector:
         elif self.rank != 0 and silent:
             # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
             phase = STEP if self._phase is BETWEEN else self._phase
-            if self._is_stopped(0) or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
+            if self.peers.is_stopped(0) or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
                 return Seen(end=f"{self.names[0]} does not answer (stopped, spinning outside Python, or cut off)")
             self.asked_at, self._ask_again = None, now + self.reply
         return Seen()
@@ -128,7 +126,7 @@ class Detector:
         """End the job, unless the reports show a reason for the delay; then ask again later."""
         self.reports[self.rank] = self.report()
         reports = {rank: stand.report for rank, stand in self.reports.items()}
-        stopped = [rank for rank in range(len(self.names)) if rank not in reports and self._is_stopped(rank)]
+        stopped = [rank for rank in range(len(self.names)) if rank not in reports and self.peers.is_stopped(rank)]
         remedy = TO_WATCH_LONGER if self.guest else TO_ANNOUNCE
         diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, remedy)
         if diagnosis.headline is not None:

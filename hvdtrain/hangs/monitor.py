@@ -16,21 +16,19 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from hvdtrain.engines import flight
 from hvdtrain.engines.activity import STEP, Activity
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import one_line
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.channel import Channel
 from hvdtrain.hangs.detector import Detector
 from hvdtrain.hangs.leaving import Leaving
 from hvdtrain.hangs.messages import Appoint, Ask, Bye, End, Fail, Know, Message, Stand, Stop
-from hvdtrain.hangs.peers import Peer, connect, peers_of
+from hvdtrain.hangs.peers import Peers, connect_all
 from hvdtrain.hangs.settings import Settings
 from hvdtrain.hangs.stacks import main_stack, worth_printing
 from hvdtrain.hangs.timeouts import HangTimeouts
@@ -42,14 +40,6 @@ from hvdtrain.launching.signal_socket import SignalSocket
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
-
-
-class Gone(NamedTuple):
-    """A rank whose connection has ended. last_words: if there were any. error: of the connection."""
-
-    since: float  # time.monotonic; infinity if it had finished
-    last_words: Fail | Bye | None
-    error: str = ""
 
 
 def remember_ignored() -> None:
@@ -73,9 +63,9 @@ class Appointment:
         """
         monitor = self._monitor
         self._agreed.clear()
-        self._ignorant = set(monitor.channels)
+        self._ignorant = set(monitor.peers.channels)
         self.step = step
-        monitor.send_all(Appoint(self.what, step, monitor.stop_reason))
+        monitor.peers.send_all(Appoint(self.what, step, monitor.stop_reason))
         self.confirm(monitor.rank)
 
     def wait(self) -> None:
@@ -94,25 +84,20 @@ class Appointment:
 class Monitor:
     """The monitor of a rank. Call `start` once, and `close` at the end. For the main thread: `stop_reason`, `stop`, `save`.
 
-    peers: all ranks. channels: the connections of this one, by rank. off: why there are none.
+    peers: all ranks. off: why they are not connected.
     """
 
-    def __init__(
-        self, rank: int, peers: Sequence[Peer], activity: Activity, channels: Mapping[int, Channel], off: str | None,
-        settings: Settings,
-    ):  # fmt: skip
-        self.rank, self.peers, self.activity, self.settings = rank, list(peers), activity, settings
-        self.channels, self.off, self.timing = dict(channels), off, settings.timing
+    def __init__(self, peers: Peers, off: str | None, activity: Activity, settings: Settings):
+        self.rank, self.peers, self.off, self.activity = peers.me, peers, off, activity
+        self.settings, self.timing = settings, settings.timing
         self.stop_reason: str | None = None  # what requested the stop
         self.recordings: Path | None = None  # where a rank that is ended writes the last collectives of its GPU
         self.stop = Appointment("stop", self)
         self.save = Appointment("save", self)
-        self.gone: dict[int, Gone] = {}  # disconnected ranks
         self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = SignalSocket()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
-        names = [self.name(other) for other in range(len(peers))]
-        self.detector = Detector(rank, names, activity, settings, self._is_stopped)
+        self.detector = Detector(peers, activity, settings)
         self._looked_at = time.monotonic()
         self._stop_known_at = 0.0
         self._interrupts = 0
@@ -129,28 +114,17 @@ class Monitor:
             self.signals.listen(number for number in heard if number not in _ignored)
             os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
-        for rank, channel in self.channels.items():
+        for rank, channel in self.peers.channels.items():
             self._selector.register(channel.socket, selectors.EVENT_READ, (rank, channel))
         self._thread.start()
-
-    def name(self, rank: int) -> str:
-        """Return "rank N on HOST"."""
-        return f"rank {rank} on {self.peers[rank].host}"
 
     @property
     def warning(self) -> str | None:
         """What to say at the start if the ranks could not be connected."""
+        if self.off is None:
+            return None
         remedy = "let the ranks of every host connect to that of rank 0"
-        return (
-            f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.off}): {remedy}"
-            if self.off
-            else None
-        )
-
-    def send_all(self, message: Message) -> None:
-        """Send a message over all connections."""
-        for channel in list(self.channels.values()):
-            channel.send(message)
+        return f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.off}): {remedy}"
 
     def close(self, failure: Fail | None = None) -> None:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
@@ -158,27 +132,20 @@ class Monitor:
             return
         if failure is not None:
             if failure.mistake:  # the others may have made the same: say it once
-                self.send_all(failure)
-            if self.channels:
+                self.peers.send_all(failure)
+            if self.peers.channels:
                 time.sleep(0.2)  # another rank that has just died may be the cause
-            for rank in [rank for rank in self.gone if not self.failed_alike(rank, failure)]:
-                say_within(f"hvdtrain: error: {self.name(rank)} {self._fate(rank)}\n")
+            for rank in [rank for rank in self.peers.gone if not self.peers.failed_alike(rank, failure)]:
+                say_within(f"hvdtrain: error: {self.peers.name(rank)} {self.peers.fate(rank)}\n")
         self._closing = True
-        self.send_all(failure or Bye())
+        self.peers.send_all(failure or Bye())
         self.signals.wake()
         self._thread.join()
         self._select(0)
-        for channel in self.channels.values():
+        for channel in self.peers.channels.values():
             channel.socket.close()
         self._selector.close()
         self.signals.close()
-
-    def failed_alike(self, rank: int, failure: Fail) -> bool:
-        """Return whether `rank` has said that it failed for the same reason as this one."""
-        return rank in self.gone and self.gone[rank].last_words == failure
-
-    def _has_left(self, rank: int) -> bool:
-        return rank in self.gone and isinstance(self.gone[rank].last_words, Bye)
 
     # ---- the thread
 
@@ -203,7 +170,7 @@ class Monitor:
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.EINVAL):  # EINVAL: another file has its number by now
                 raise
-        message = f"{self.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
+        message = f"{self.peers.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
         say_within(f"hvdtrain: error: {message}: let it close its own\n")
         self.settings.leave(FAILED)  # at once: files are lost, and the engine's shutdown may wait for ever
         return []
@@ -216,7 +183,7 @@ class Monitor:
         except Exception:
             self._errors += 1
             if self._errors <= MOST_TRACEBACKS and not self._closing:
-                message = f"warning: the watchdog of {self.name(self.rank)} continues after an internal error:\n"
+                message = f"warning: the watchdog of {self.peers.name(self.rank)} continues after an internal error:\n"
                 say_within(message + traceback.format_exc())
             time.sleep(0.1)
 
@@ -225,10 +192,10 @@ class Monitor:
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
                 self.settings.leave(130)
-            if self._has_left(0):
+            if self.peers.has_left(0):
                 # All ranks have finished their last collective: there is nothing to agree on or to save.
                 self.settings.leave(128 + number)
-            self.request_stop(f"{number.name} on rank {self.rank} ({self.peers[self.rank].host})")
+            self.request_stop(f"{number.name} on rank {self.rank} ({self.peers.all[self.rank].host})")
 
     def _appointment(self, what: str) -> Appointment:
         return self.stop if what == "stop" else self.save
@@ -237,30 +204,28 @@ class Monitor:
         """Ask all ranks to stop; rank 0 decides when."""
         if self.rank == 0 or self.off is not None:
             self._learn_stop(reason)
-        elif 0 in self.channels:
-            self.channels[0].send(Stop(reason))
+        elif 0 in self.peers.channels:
+            self.peers.channels[0].send(Stop(reason))
 
     def _learn_stop(self, reason: str) -> None:
         if self.stop_reason is None:
             self.stop_reason, self._stop_known_at = reason, time.monotonic()
             self.activity.asked = True
             if self.rank == 0:
-                self.send_all(Stop(reason))
+                self.peers.send_all(Stop(reason))
 
     def _receive(self, rank: int, channel: Channel) -> None:
         before = channel.odd
         messages = channel.receive()
         if channel.odd is not before:
-            say_within(
-                f"warning: the watchdog of {self.name(self.rank)} ignores what {self.name(rank)} sent: {channel.odd}\n"
-            )
+            me, other = self.peers.name(self.rank), self.peers.name(rank)
+            say_within(f"warning: the watchdog of {me} ignores what {other} sent: {channel.odd}\n")
         for message in messages or []:
             self._handle(message, rank, channel)
         if messages is None or any(isinstance(message, Bye) for message in messages):
             self._selector.unregister(channel.socket)
-            self.channels.pop(rank, None)
-            self.gone.setdefault(rank, Gone(time.monotonic(), None, str(channel.error or "")))
-            if not self.channels and all(map(self._has_left, self.gone)):
+            self.peers.disconnect(rank, channel.error)
+            if self.peers.all_have_left():
                 self.leaving = self.make_leaving()
 
     def _handle(self, message: Message, rank: int, channel: Channel) -> None:
@@ -278,31 +243,29 @@ class Monitor:
                 channel.send(Know(what))
             case Know(what):
                 self._appointment(what).confirm(rank)
-            case Fail():
-                self.gone[rank] = Gone(time.monotonic(), message)
+            case Fail() | Bye():
+                self.peers.hear_last_words(rank, message)
             case End(exit_code):
                 if exit_code == FAILED:
                     self._write_recording()
                 time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
                 self.settings.leave(exit_code)
-            case Bye():
-                self.gone[rank] = Gone(float("inf"), message)
 
     def _look(self) -> None:
         now = time.monotonic()
         # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
         elapsed, self._looked_at = min(now - self._looked_at, 2 * self.timing.look), now
-        for rank, gone in list(self.gone.items()):
+        for rank, gone in list(self.peers.gone.items()):
             if now - gone.since > self.timing.grace + (rank == 0):
-                self._end(f"{self.name(rank)} {self._fate(rank)}")
+                self._end(f"{self.peers.name(rank)} {self.peers.fate(rank)}")
         self.activity.hear_of_compilations()
         if self.signals.lost():
             self.activity.asked = True  # the main thread can install handlers
         self._miss_launcher()
         self._leave_before_the_first_step(now)
-        seen = self.detector.look(now, elapsed, connected=bool(self.channels))
+        seen = self.detector.look(now, elapsed, connected=bool(self.peers.channels))
         if seen.ask:
-            self.send_all(Ask())
+            self.peers.send_all(Ask())
         if seen.end is not None:
             self._end(seen.end)
         if self.leaving is not None and seen.moved:
@@ -310,34 +273,18 @@ class Monitor:
         elif self.leaving is not None:
             self.leaving.look(elapsed)
 
-    def _is_stopped(self, rank: int) -> bool:
-        """Return whether `rank` is known to be stopped by a signal. Only ranks on this host can be checked."""
-        mine, theirs = self.peers[self.rank], self.peers[rank]
-        return mine.place == theirs.place and processes.is_stopped(theirs.pid)
-
     def make_leaving(self) -> Leaving:
         """Return the limit of this rank's own end, for when no other rank waits for it."""
         settings = self.settings
         limit = settings.timeouts.leaving(self.detector.longest)
-        return Leaving(self.name(self.rank), limit, settings.leave, settings.guest)
-
-    def _fate(self, rank: int) -> str:
-        """Return what became of a rank whose connection is gone."""
-        mine, theirs, gone = self.peers[self.rank], self.peers[rank], self.gone[rank]
-        if gone.last_words is not None:
-            return f"failed: {one_line(gone.last_words.error)}" if isinstance(gone.last_words, Fail) else "left"
-        if mine.place == theirs.place and processes.runs(theirs.pid):
-            return "is cut off: its connection was lost, but its process runs"
-        if mine.place == theirs.place or not gone.error:
-            return "died: its connection closed unexpectedly"
-        return f"died or is cut off: its connection was lost ({gone.error})"
+        return Leaving(self.peers.name(self.rank), limit, settings.leave, settings.guest)
 
     def _miss_launcher(self) -> None:
         """Request a stop if one of the launchers of this rank has ended."""
         for process in self.launchers:
             if not processes.lives(process):
                 self.launchers = []
-                me = f"rank {self.rank} ({self.peers[self.rank].host})"
+                me = f"rank {self.rank} ({self.peers.all[self.rank].host})"
                 self.request_stop(f"the end of {process.name} (pid {process.pid}), which started {me}")
                 return
 
@@ -348,7 +295,7 @@ class Monitor:
         if self._closing or now - self._stop_known_at < self.timing.leave:
             return
         reason = self.stop_reason
-        self.send_all(End(STOPPED))
+        self.peers.send_all(End(STOPPED))
         within(WRITE_SECONDS, lambda: self.settings.stopped(reason))
         time.sleep(self.timing.look / 2)
         self.settings.leave(STOPPED)
@@ -361,18 +308,18 @@ class Monitor:
         for rank, (report, stack, _) in sorted(self.detector.reports.items()):
             state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
             during = "" if report.phase == STEP.name else f", {report.phase}"
-            lines.append(f"  {self.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
+            lines.append(f"  {self.peers.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
             lines += stack
         if not self.detector.reports:
             stack = traceback.format_list(worth_printing(main_stack(), self.settings.guest))
-            lines += [f"  {self.name(self.rank)}:\n", *stack]
+            lines += [f"  {self.peers.name(self.rank)}:\n", *stack]
         last_collectives = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
-        lines.append(flight.explain(last_collectives, [self.name(rank) for rank in range(len(self.peers))]))
+        lines.append(flight.explain(last_collectives, self.peers.names()))
         say_within("".join(lines))
         self._write_recording()
         self._kill_silent()
         if self.rank == 0:
-            self.send_all(End(FAILED))
+            self.peers.send_all(End(FAILED))
             within(WRITE_SECONDS, lambda: self.settings.failed(headline))
             time.sleep(self.timing.look / 2)
         self.settings.leave(FAILED)
@@ -388,10 +335,10 @@ class Monitor:
         """
         if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
             return
-        for rank in set(self.channels) - set(self.detector.reports):
-            if self.peers[rank].place == self.peers[self.rank].place:
+        for rank in set(self.peers.channels) - set(self.detector.reports):
+            if self.peers.is_here(rank):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(self.peers[rank].pid, signal.SIGKILL)
+                    os.kill(self.peers.all[rank].pid, signal.SIGKILL)
 
 
 def monitor_ranks(
@@ -400,9 +347,7 @@ def monitor_ranks(
 ) -> Monitor:  # fmt: skip
     """Connect all ranks and monitor them from now on. A collective. See `Settings`."""
     leaving.stop()  # of a training before this one
-    peers = peers_of(engine)
-    channels, off = connect(engine, [peer.host for peer in peers]) if engine.size > 1 else ({}, None)
-    settings = Settings(timeouts, failed, stopped, guest)
-    monitor = Monitor(engine.rank, peers, engine.activity, channels, off, settings)
+    peers, off = connect_all(engine)
+    monitor = Monitor(peers, off, engine.activity, Settings(timeouts, failed, stopped, guest))
     monitor.start()
     return monitor

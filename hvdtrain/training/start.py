@@ -236,7 +236,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
     with output, Stopping(engine, output, monitor, flags.checkpoint_steps, flags.sync_every) as stopping:
-        features = features_of(engine, group, flags, output, monitor.name, stopping.heartbeat)
+        features = features_of(engine, group, flags, output, monitor.peers.name, stopping.heartbeat)
         data = Data(kinds_of_data, engine, flags, output)
         run = kind_of_run(flags)(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)

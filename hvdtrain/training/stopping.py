@@ -62,7 +62,7 @@ class Stopping:
         mistake = isinstance(error, (UserError, LeftEarly))
         failure = None if agreed else Fail(f"{type(error).__name__}: {error}", mistake)
         self.monitor.close(failure)
-        theirs = failure is not None and self.engine.rank and self.monitor.failed_alike(0, failure)
+        theirs = failure is not None and self.engine.rank and self.monitor.peers.failed_alike(0, failure)
         if theirs and isinstance(error, (UserError, LeftEarly)):
             error.everywhere = True  # rank 0 prints it
         self.monitor.make_leaving().start()

@@ -9,8 +9,23 @@ import pytest
 from hvdtrain.engines.activity import UNREAD, Activity
 from hvdtrain.hangs import detector
 from hvdtrain.hangs.detector import COMPARE_SECONDS, Detector
+from hvdtrain.hangs.peers import Peer, Peers
 from hvdtrain.hangs.settings import Settings
 from hvdtrain.hangs.timeouts import HangTimeouts
+
+
+class Known(Peers):
+    """Ranks of which it is known which are stopped by a signal."""
+
+    def __init__(self, me: int, size: int, stopped: Collection[int]):
+        super().__init__(me, [Peer("here", "here", 0)] * size, {})
+        self.stopped = stopped
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def is_stopped(self, rank: int) -> bool:
+        return rank in self.stopped
 
 
 class Job:
@@ -27,12 +42,9 @@ class Job:
         self.phases = contextlib.ExitStack()
         self.activities = [Activity() for _ in range(size)]
         self.detectors = [
-            Detector(
-                rank, [f"rank {other}" for other in range(size)], activity, Settings(timeouts, guest=guest),
-                stopped.__contains__,
-            )
+            Detector(Known(rank, size, stopped), activity, Settings(timeouts, guest=guest))
             for rank, activity in enumerate(self.activities)
-        ]  # fmt: skip
+        ]
         for each in self.detectors:
             each.starvation.seconds = lambda: 0.0
             each.work.seen = lambda: True

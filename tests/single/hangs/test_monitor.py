@@ -19,7 +19,7 @@ from hvdtrain.engines.files import allow_open_files
 from hvdtrain.hangs.channel import Channel, accept, listen, say_hello
 from hvdtrain.hangs.messages import Fail
 from hvdtrain.hangs.monitor import Monitor
-from hvdtrain.hangs.peers import Peer
+from hvdtrain.hangs.peers import Peer, Peers
 from hvdtrain.hangs.settings import Settings, Timing
 from hvdtrain.hangs.timeouts import HangTimeouts
 from hvdtrain.launching import processes
@@ -43,7 +43,7 @@ class Rank(Monitor):
         peers = [Peer(f"h{other // 8}", "here", NOBODY) for other in range(size)]
         limits = HangTimeouts(step_timeout)
         settings = Settings(limits, self.said.append, self.said.append, guest=True, timing=timing, leave=self._leave)
-        super().__init__(rank, peers, Activity(), channels, None, settings)
+        super().__init__(Peers(rank, peers, channels), None, Activity(), settings)
         self.detector.starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
 
     def _run(self) -> None:
@@ -62,7 +62,7 @@ class Rank(Monitor):
 
     def _leave(self, code: int) -> None:
         self.code = code
-        for channel in self.channels.values():
+        for channel in self.peers.channels.values():
             channel.socket.close()
         raise Left
 
@@ -142,7 +142,7 @@ def test_torchrun_need_not_wait_for_a_rank_that_does_not_answer(deaf, launcher, 
         for rank in some.ranks:
             rank.train()
             rank.launchers = [me]
-            rank.peers[deaf] = Peer("h0", "here", process.pid)
+            rank.peers.all[deaf] = Peer("h0", "here", process.pid)
         wait_in(some.ranks)
         some.ranks[deaf].deaf = True
         some.wait_until(lambda: some.ranks[2].code == some.ranks[1 - deaf].code == 1)
@@ -242,8 +242,8 @@ def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd, monkeypatc
 )
 def test_who_is_said_to_have_died(place, process, reset, said, job):
     some = job(2, step_timeout=60.0)
-    some.ranks[0].peers[1] = Peer("h0", place, process)
-    connection = some.ranks[1].channels[0].socket
+    some.ranks[0].peers.all[1] = Peer("h0", place, process)
+    connection = some.ranks[1].peers.channels[0].socket
     some.ranks[1]._closing = True
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -259,7 +259,7 @@ def test_who_is_said_to_have_died(place, process, reset, said, job):
 def test_an_error_is_said_without_its_control_characters(job):
     """It may name what a file has: escape codes would go to the terminal."""
     some = job(2, step_timeout=60.0)
-    some.ranks[1].channels[0].send(Fail("KeyError: 'a\x1b]0;title\x07\n'"))
+    some.ranks[1].peers.channels[0].send(Fail("KeyError: 'a\x1b]0;title\x07\n'"))
     some.wait_until(lambda: some.ranks[0].code == 1)
     assert some.ranks[0].said == [r"rank 1 on h0 failed: KeyError: 'a\x1b]0;title\x07 '"]
 
@@ -270,7 +270,7 @@ def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatc
     for rank in some.ranks:
         rank.train()
     monkeypatch.setattr(one, "_miss_launcher", lambda: {}[0])
-    some.ranks[0].channels[1].socket.sendall(b"no message\n")
+    some.ranks[0].peers.channels[1].socket.sendall(b"no message\n")
     time.sleep(0.5)
     one.signals.wake(signal.SIGTERM)
     some.wait_until(lambda: some.ranks[0].stop_reason)
@@ -289,8 +289,8 @@ def test_a_stop_signal_after_the_connection_to_rank_0_has_closed(job, how, code)
     if how == "left":
         some.ranks[0].close()
     else:
-        some.ranks[0].channels[1].socket.shutdown(socket.SHUT_RDWR)
-    some.wait_until(lambda: 0 not in some.ranks[1].channels)
+        some.ranks[0].peers.channels[1].socket.shutdown(socket.SHUT_RDWR)
+    some.wait_until(lambda: 0 not in some.ranks[1].peers.channels)
     some.ranks[1].signals.wake(signal.SIGTERM)
     some.wait_until(lambda: some.ranks[1].code is not None)
     assert some.ranks[1].code == code
