@@ -6,6 +6,7 @@ detector.py         how long this rank has made no progress; whether to ask the 
 diagnosis.py        who hangs, from the ranks' reports: pure functions
 timeouts.py         how long each phase may take without progress (the phases: engines/activity.py)
 work.py             who is at work, and who lacks a core; stacks.py: where it is
-messages.py         what the monitors tell each other; channel.py: the connections; peers.py: the ranks, and what became of them
+messages.py         what the monitors tell each other; channel.py: the connections
+peers.py            who the ranks are, and what became of those that are gone
 start_limit.py      a limit for the time before there is a monitor; leaving.py: for the time after it
 """

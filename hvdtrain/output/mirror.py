@@ -43,7 +43,7 @@ class Mirror:
         asked = dict(output_dir=str(output_dir), mirror=self._url, resume=resume, keep=keep)
         self._process = process = attendant.start("hvdtrain.output.mirror_process", asked, stdin=subprocess.PIPE)
         weakref.finalize(self, process.kill)  # also if training never begins
-        for kind, text in said_by(process):
+        for kind, text in messages_of(process):
             if kind == "error":
                 raise UserError(text)
             if kind == "ready":
@@ -58,7 +58,7 @@ class Mirror:
         threading.Thread(target=self._listen, args=(process,), name="mirror", daemon=True).start()
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        for kind, text in said_by(process):
+        for kind, text in messages_of(process):
             self._print(kind, text)
         if self._process is not None:  # killed, as for lack of memory
             remedy = "training continues; the same command, started again, copies the rest"
@@ -95,7 +95,7 @@ class Mirror:
             process.wait()
 
 
-def said_by(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, str]]:
+def messages_of(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, str]]:
     """Yield what the process says, until it ends."""
     assert process.stdout is not None
     for line in process.stdout:

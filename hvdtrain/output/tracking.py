@@ -106,18 +106,18 @@ class Record:
         self.directory, self.place, self.continued = directory, without_password(place), continued
         self._id_file, self.run = directory / f"{kind}-run.json", ""
 
-    def told(self) -> str:
+    def known_id(self) -> str:
         """Return the ID of the record to continue; "" if there is none at this place."""
         try:
-            told = json.loads(files.read_text(self._id_file)) if self.continued else {}
-            return str(told["run_id"]) if told["tracking_uri"] == self.place else ""
+            held = json.loads(files.read_text(self._id_file)) if self.continued else {}
+            return str(held["run_id"]) if held["tracking_uri"] == self.place else ""
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
     def note(self) -> None:
         """Write down which record is that of this run."""
-        told = json.dumps({"run_id": self.run, "tracking_uri": self.place})
-        atomic.write(self._id_file, told + "\n", sync=False)
+        held = json.dumps({"run_id": self.run, "tracking_uri": self.place})
+        atomic.write(self._id_file, held + "\n", sync=False)
 
 
 class Mlflow(Record):
@@ -165,7 +165,7 @@ class Mlflow(Record):
     def _open(self) -> None:
         """Continue the MLflow run of this run, or create one."""
         client = self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
-        if run := self.told():
+        if run := self.known_id():
             client.update_run(run, status="RUNNING")
             self.run = run
             return
@@ -198,7 +198,7 @@ class Wandb(Record):
         if self._wandb_run is None:
             import wandb
 
-            self.run = self.told() or secrets.token_hex(4)
+            self.run = self.known_id() or secrets.token_hex(4)
             settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
             self._wandb_run = wandb.init(
                 project=self._project, id=self.run, resume="allow", dir=str(self.directory), mode=self._mode,
