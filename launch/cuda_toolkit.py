@@ -78,14 +78,14 @@ def choose(torch_cuda: str, cuda_home: Path | None, capabilities: str) -> Cuda:
 def toolkit(torch_cuda: str, cuda_home: Path | None) -> tuple[Path | None, str]:
     """Return (directory, version) of a CUDA of torch's major version, or (None, torch's) for wheels. Raises Refusal."""
     major = torch_cuda.split(".")[0]
-    for how, named in (("--cuda-home ", cuda_home), ("HOROVOD_CUDA_HOME=", os.environ.get("HOROVOD_CUDA_HOME"))):
+    for by, named in (("--cuda-home ", cuda_home), ("HOROVOD_CUDA_HOME=", os.environ.get("HOROVOD_CUDA_HOME"))):
         if named:
             directory = Path(named)
             found = nvcc_version(directory)
             if not found:
-                raise Refusal(f"{how}{directory}: no working bin/nvcc with its headers there")
+                raise Refusal(f"{by}{directory}: no working bin/nvcc with its headers there")
             if found.split(".")[0] != major:
-                raise Refusal(f"{how}{directory} is CUDA {found}, but torch was built with {torch_cuda}: load another")
+                raise Refusal(f"{by}{directory} is CUDA {found}, but torch was built with {torch_cuda}: load another")
             return directory, found
     wheels = int(major) >= 13 and (SITE / f"cu{major}").is_dir()
     on_path = shutil.which("nvcc")

@@ -100,8 +100,8 @@ class Installer:
 
     def _uv_environment(self) -> dict[str, str] | None:
         if self.pip.offline is None:
-            told = uv_settings(self.pip.configuration())
-            return None if told is None else told | os.environ
+            settings = uv_settings(self.pip.configuration())
+            return None if settings is None else settings | os.environ
         clean = {name: value for name, value in os.environ.items() if not name.startswith("UV_") or "CACHE" in name}
         return clean | {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(self.pip.offline), "UV_NO_CONFIG": "1"}
 
@@ -125,15 +125,15 @@ def uv_settings(configuration: str) -> dict[str, str] | None:
                 found[key.rpartition(".")[2]] = str(ast.literal_eval(value))
     if set(found) - set(UV_NAMES) - UV_NEEDS_NOT:
         return None
-    told = {UV_NAMES[name]: " ".join(value.split()) for name, value in found.items() if name in UV_NAMES}
-    if "UV_FIND_LINKS" in told:
-        told["UV_FIND_LINKS"] = told["UV_FIND_LINKS"].replace(" ", ",")
+    for_uv = {UV_NAMES[name]: " ".join(value.split()) for name, value in found.items() if name in UV_NAMES}
+    if "UV_FIND_LINKS" in for_uv:
+        for_uv["UV_FIND_LINKS"] = for_uv["UV_FIND_LINKS"].replace(" ", ",")
     if "cache-dir" in found:  # 6 GB: where pip's cache was moved, HOME is likely to be small
-        told["UV_CACHE_DIR"] = str(Path(found["cache-dir"]).expanduser() / "uv")
+        for_uv["UV_CACHE_DIR"] = str(Path(found["cache-dir"]).expanduser() / "uv")
     if "no-cache-dir" in found:  # as pip takes it, whatever its value
-        told["UV_NO_CACHE"] = "1"
+        for_uv["UV_NO_CACHE"] = "1"
     # As pip does: of all indexes the newest version, and the certificates that the system trusts.
-    return told | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NATIVE_TLS": "1", "UV_SYSTEM_CERTS": "1"}
+    return for_uv | {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NATIVE_TLS": "1", "UV_SYSTEM_CERTS": "1"}
 
 
 def find_uv(pip: Pip, cache: Path) -> Path | None:

@@ -118,18 +118,18 @@ def prove(mpi: bool = False, gpu: bool = False) -> dict[str, Any]:
 
     check_own_name()
     gpus = int(built["gpus"])
-    worker = [sys.executable, "-c", RANK, *(("cuda", str(min(gpus, 2))) if built["NCCL"] and gpus else ("cpu", "2"))]
-    ranks = worker[-1]
+    device, ranks = ("cuda", str(min(gpus, 2))) if built["NCCL"] and gpus else ("cpu", "2")
+    rank = [sys.executable, "-c", RANK, device, ranks]
     horovodrun = [sys.executable, "-c", "from horovod.runner.launch import run_commandline as run; run()"]
     horovodrun.append("--disable-cache")  # which would be in HOME: it may not be there, or be read-only
-    launch(f"{ranks} ranks add up: horovodrun --gloo", [*horovodrun, "--gloo", "-np", ranks, *worker])
+    launch(f"{ranks} ranks add up: horovodrun --gloo", [*horovodrun, "--gloo", "-np", ranks, *rank])
     if built["MPI"]:
         if shutil.which("mpirun", path=environment()["PATH"]) is None:
             raise BuildFailure(
                 "Horovod is built with MPI, but there is no mpirun: load the same MPI module as for the build"
             )
-        launch(f"{ranks} ranks add up: horovodrun --mpi", [*horovodrun, "--mpi", "-np", ranks, *worker])
-        launch(f"{ranks} ranks add up: mpirun", ["mpirun", "-np", ranks, *worker])
+        launch(f"{ranks} ranks add up: horovodrun --mpi", [*horovodrun, "--mpi", "-np", ranks, *rank])
+        launch(f"{ranks} ranks add up: mpirun", ["mpirun", "-np", ranks, *rank])
     if built["NCCL"] and not gpus:
         print(f"    NCCL is built in, but was not run: {'torch finds no GPU' if has_nvidia_gpu() else 'no GPU here'}")
     return built
