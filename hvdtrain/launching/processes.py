@@ -14,7 +14,6 @@ from typing import NamedTuple
 from hvdtrain.engines.errors import UserError
 
 PROC = Path("/proc")
-TASKS = PROC / "self/task"  # of this process: its threads
 TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 # Launchers, by the name of their executable or script. When one of them ends, the ranks that it started must end.
 LAUNCHERS = re.compile(
@@ -37,13 +36,13 @@ class Process(NamedTuple):
     name: str
 
 
-def require_proc(proc: Path = PROC) -> None:
+def require_proc() -> None:
     """Raise UserError without /proc of this PID namespace: mpirun ends without a word, or pids are another process's."""
-    remedy = f"mount it (as root: mount -t proc proc {proc})"
-    if not (proc / "self" / "stat").exists():
-        raise UserError(f"no {proc} here, which MPI and Horovod read: {remedy}", everywhere=True)
-    if (proc / "self").readlink() != Path(str(os.getpid())):
-        raise UserError(f"{proc} is another PID namespace's: {remedy}", everywhere=True)
+    remedy = f"mount it (as root: mount -t proc proc {PROC})"
+    if not (PROC / "self" / "stat").exists():
+        raise UserError(f"no {PROC} here, which MPI and Horovod read: {remedy}", everywhere=True)
+    if (PROC / "self").readlink() != Path(str(os.getpid())):
+        raise UserError(f"{PROC} is another PID namespace's: {remedy}", everywhere=True)
 
 
 class Stat(NamedTuple):
@@ -63,11 +62,11 @@ class Turns(NamedTuple):
     slices: int  # time slices
 
 
-def stat(which: int | str, proc: Path = PROC) -> Stat | None:
+def stat(which: int | str) -> Stat | None:
     """Return the state of a process, or of a thread ("PID/task/TID"); None if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         # From the third field of proc(5) on.
-        fields = (proc / str(which) / "stat").read_text().rpartition(")")[2].split()
+        fields = (PROC / str(which) / "stat").read_text().rpartition(")")[2].split()
         return Stat(fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_SECONDS, int(fields[19]))
     return None
 
@@ -83,13 +82,13 @@ def bytes_transferred(which: int | str) -> int:
 
 def threads() -> list[int]:
     """Return the IDs of this process's threads."""
-    return [int(task.name) for task in TASKS.iterdir()]
+    return [int(task.name) for task in (PROC / "self/task").iterdir()]
 
 
-def turns(thread: int, tasks: Path = TASKS) -> Turns | None:
+def turns(thread: int) -> Turns | None:
     """Return how a thread of this process was scheduled; None if it has ended, or the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):
-        running, waiting, slices = map(int, (tasks / str(thread) / "schedstat").read_text().split())
+        running, waiting, slices = map(int, (PROC / "self/task" / str(thread) / "schedstat").read_text().split())
         return Turns(running / 1e9, waiting / 1e9, slices)
     return None
 
@@ -103,10 +102,10 @@ def descendants(pid: int) -> list[int]:
     return found + [each for child in found for each in descendants(child)]
 
 
-def command_line(pid: int, proc: Path = PROC) -> list[str]:
+def command_line(pid: int) -> list[str]:
     """Return the words of a process's command line; none if they cannot be read."""
     with contextlib.suppress(OSError):
-        return (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        return (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     return []
 
 
@@ -124,9 +123,9 @@ def pid_namespace() -> str:
     return f"of {os.getpid()} alone"
 
 
-def began(proc: Path = PROC) -> int:
+def began() -> int:
     """Return the start time of this process, or of the starter that forked it, in clock ticks since boot."""
-    found = stat((STARTERS or PROXY or [os.getpid()])[0], proc) or stat(os.getpid(), proc)
+    found = stat((STARTERS or PROXY or [os.getpid()])[0]) or stat(os.getpid())
     assert found is not None
     return found.started
 
@@ -183,7 +182,7 @@ def launcher_name(arguments: list[str]) -> str | None:
     return None
 
 
-def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
+def launchers() -> list[Process]:
     """Return the processes from this one's parent up to its outermost launcher; empty if no launcher started it.
 
     Processes above the launcher, such as a shell, are left out: they may end normally while the job runs (nohup, setsid, a
@@ -191,12 +190,12 @@ def launchers(pid: int | None = None, proc: Path = PROC) -> list[Process]:
     """
     chain: list[Process] = []
     top = 0
-    found = stat((PROXY or [os.getpid()])[0] if pid is None else pid, proc)
+    found = stat((PROXY or [os.getpid()])[0])
     while found is not None and len(chain) < MOST_ANCESTORS and (parent := found.parent) > 1:
-        found = stat(parent, proc)
+        found = stat(parent)
         if found is None:
             break
-        name = launcher_name([word for word in command_line(parent, proc) if word])
+        name = launcher_name([word for word in command_line(parent) if word])
         chain.append(Process(parent, found.started, name or "process"))
         if name is not None:
             top = len(chain)

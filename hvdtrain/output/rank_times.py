@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
     return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
 
 
-def seconds_without_core(tasks: Path = processes.TASKS) -> float:
+def seconds_without_core() -> float:
     """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
-    turns = processes.turns(os.getpid(), tasks)
+    turns = processes.turns(os.getpid())
     return turns.waiting_seconds if turns else 0.0

@@ -50,9 +50,10 @@ def test_who_is_ready_and_gets_few_turns_is_starved(monkeypatch, state, ran, sli
     assert mine.seconds() == 0.0
 
 
-def test_a_kernel_that_does_not_count_turns_tells_nothing(tmp_path):
+def test_a_kernel_that_does_not_count_turns_tells_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(work.processes, "PROC", tmp_path)
     for number, counts in ((1, "0 0"), (2, ""), (3, None), (4, "5000000000 1000000000 7")):
-        (tmp_path / str(number)).mkdir()
+        (tmp_path / "self/task" / str(number)).mkdir(parents=True)
         if counts is not None:
-            (tmp_path / str(number) / "schedstat").write_text(counts)
-    assert [turns(number, tmp_path) for number in (1, 2, 3, 4, 5)] == [None, None, None, (5.0, 1.0, 7), None]
+            (tmp_path / "self/task" / str(number) / "schedstat").write_text(counts)
+    assert [turns(number) for number in (1, 2, 3, 4, 5)] == [None, None, None, (5.0, 1.0, 7), None]

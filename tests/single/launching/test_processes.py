@@ -12,19 +12,27 @@ from hvdtrain.launching.processes import Process, is_stopped, launcher_name, lau
 from tests.waiting import wait_for
 
 
-def test_without_proc_nothing_begins(tmp_path):
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """What is read in place of /proc."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    return tmp_path
+
+
+def test_without_proc_nothing_begins(monkeypatch, tmp_path):
     processes.require_proc()
+    monkeypatch.setattr(processes, "PROC", tmp_path)
     with pytest.raises(UserError, match="mount it"):
-        processes.require_proc(tmp_path)
+        processes.require_proc()
 
 
-def test_proc_of_another_pid_namespace_is_refused(tmp_path):
+def test_proc_of_another_pid_namespace_is_refused(proc):
     """After `unshare --pid` without `--mount-proc`: every pid read there would be some other process's."""
-    (tmp_path / "77777777").mkdir()
-    (tmp_path / "77777777" / "stat").touch()
-    (tmp_path / "self").symlink_to("77777777")
+    (proc / "77777777").mkdir()
+    (proc / "77777777" / "stat").touch()
+    (proc / "self").symlink_to("77777777")
     with pytest.raises(UserError, match="another PID namespace's: mount it"):
-        processes.require_proc(tmp_path)
+        processes.require_proc()
 
 
 @pytest.mark.parametrize(
@@ -65,18 +73,23 @@ def fake(proc, pid: int, parent: int, line: str) -> None:
     (proc / str(pid) / "cmdline").write_bytes("\0".join(line.split()).encode() + b"\0")
 
 
-def test_all_up_to_the_topmost_launcher_are_missed_and_none_above(tmp_path):
-    fake(tmp_path, 2, 1, "-bash")
-    fake(tmp_path, 3, 2, "bash launch/mpirun.sh --restarts 2 -- python x.py")
-    fake(tmp_path, 4, 3, "sh -c something")
-    fake(tmp_path, 5, 4, "mpirun -np 2 python x.py")
-    fake(tmp_path, 6, 5, "python x.py")
-    assert [process.pid for process in launchers(6, tmp_path)] == [5, 4, 3]
-    assert launchers(6, tmp_path)[0] == Process(5, 50, "mpirun")
-    assert launchers(3, tmp_path) == []  # started by hand: its shell may go
-    fake(tmp_path, 7, 1, "python x.py")
-    assert launchers(7, tmp_path) == []  # a daemon from the start
-    assert launchers(8, tmp_path) == []  # no such process, or none that we may see
+def test_all_up_to_the_topmost_launcher_are_missed_and_none_above(proc, monkeypatch):
+    fake(proc, 2, 1, "-bash")
+    fake(proc, 3, 2, "bash launch/mpirun.sh --restarts 2 -- python x.py")
+    fake(proc, 4, 3, "sh -c something")
+    fake(proc, 5, 4, "mpirun -np 2 python x.py")
+    fake(proc, 6, 5, "python x.py")
+
+    def of(pid: int) -> list[Process]:
+        monkeypatch.setattr(processes, "PROXY", [pid])  # as if the launcher had started it in the place of this rank
+        return launchers()
+
+    assert [process.pid for process in of(6)] == [5, 4, 3]
+    assert of(6)[0] == Process(5, 50, "mpirun")
+    assert of(3) == []  # started by hand: its shell may go
+    fake(proc, 7, 1, "python x.py")
+    assert of(7) == []  # a daemon from the start
+    assert of(8) == []  # no such process, or none that we may see
 
 
 def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobody_waited_for_it():
@@ -95,11 +108,11 @@ def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobod
     assert lives(Process(os.getpid(), stat(os.getpid()).started, "self"))
 
 
-def test_a_forked_rank_began_when_its_starter_did(tmp_path, monkeypatch):
-    fake(tmp_path, os.getpid(), 1, "python -m hvdtrain.mnist")
-    fake(tmp_path, 7, 1, "python -m hvdtrain.starter")
-    assert processes.began(tmp_path) == os.getpid() * 10
+def test_a_forked_rank_began_when_its_starter_did(proc, monkeypatch):
+    fake(proc, os.getpid(), 1, "python -m hvdtrain.mnist")
+    fake(proc, 7, 1, "python -m hvdtrain.starter")
+    assert processes.began() == os.getpid() * 10
     monkeypatch.setattr(processes, "STARTERS", [7])
-    assert processes.began(tmp_path) == 70
+    assert processes.began() == 70
     monkeypatch.setattr(processes, "STARTERS", [8])  # it has ended
-    assert processes.began(tmp_path) == os.getpid() * 10
+    assert processes.began() == os.getpid() * 10
