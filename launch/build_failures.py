@@ -8,11 +8,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from steps import TOO_MANY, last_lines
+from steps import LIMITS, Remedies, last_lines, remedy_of
 
-REMEDIES = (
-    (r"No space left on device|Disk quota exceeded", "free some space, or set TMPDIR to a larger place"),
-    (TOO_MANY, "no more processes are allowed: --jobs 1, or raise `ulimit -u`"),
+REMEDIES: Remedies = (
+    *LIMITS,
     (
         r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
         "not enough memory: --jobs 1, or more of it",
@@ -35,10 +34,7 @@ def explain_failure(log: Path) -> str:
     for index in errors[:3]:
         following = 4 if "CMake Error" in lines[index] else 2
         shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
-    remedy = next(
-        (cure for pattern, cure in REMEDIES if re.search(pattern, text)),
-        "docs/install.md lists what was built and run",
-    )
+    remedy = remedy_of(text, REMEDIES) or "docs/install.md lists what was built and run"
     # Not a name that another user could guess, and link to a file of this one.
     handle, kept = tempfile.mkstemp(prefix=f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-", suffix=".log")
     with os.fdopen(handle, "wb") as file:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stages import open_lock, stage
-from steps import TOO_MANY, BuildFailure, Refusal, pins, run, user_cache
+from steps import LIMITS, BuildFailure, Refusal, pins, remedy_of, run, user_cache
 
 # What pip may be configured with, and how uv is told. Anything else, such as no-binary, means that pip is used.
 UV_NAMES = {
@@ -168,10 +168,8 @@ def pip_failure(output: str, doing: str, offline: Path | None) -> Exception:
     what = errors[0].removeprefix("ERROR:").strip() if errors else (output.strip().splitlines() or ["no output"])[-1]
     if "DO NOT MATCH THE HASHES" in output:
         return Refusal(f"{doing}: the file's sha256 is not the expected one; it was not run. Ask who serves your index")
-    if "No space left" in output or "Disk quota exceeded" in output:
-        return Refusal(f"{doing}: no space left on the device: free some, or move the checkout or TMPDIR")
-    if re.search(TOO_MANY, output):
-        return Refusal(f"{doing}: no more processes are allowed: end some, or raise `ulimit -u`")
+    if remedy := remedy_of(output, LIMITS):
+        return Refusal(f"{doing}: {what}: {remedy}")
     if offline is not None:
         return Refusal(f"{doing}: {what}; to fill {offline}: launch/setup --download DIR where there is a network")
     network = r"NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|Name or service|ProxyError|SSLError"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -13,17 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 GIB = 1 << 30
-TOO_MANY = r"Resource temporarily unavailable|can't start new thread"  # processes and threads, by `ulimit -u`
-REMEDIES = {  # of errors of the system, by their number
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)"
+Remedies = Sequence[tuple[str, str]]  # what a text says, as a regular expression, and the remedy
+# The limits of the system, as its errors and the output of programs name them.
+LIMITS: Remedies = (
+    (
+        r"No space left on device|Disk quota exceeded",
+        "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)",
     ),
-    **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EEXIST, errno.ENOTDIR),
+    (
+        r"Resource temporarily unavailable|can't start new thread",
+        "allow more processes: end some, raise `ulimit -u`, or --jobs 1",
+    ),
+)
+PLACES: Remedies = (
+    (
+        "Read-only file system|Permission denied|File exists|Not a directory",
         "choose a place that you can write to (--cache-dir, TMPDIR)",
     ),
-    errno.EAGAIN: "no more processes are allowed: end some, raise `ulimit -u`, or --jobs 1",
-}
+)
+
+
+def remedy_of(text: str, remedies: Remedies) -> str | None:
+    """Return the remedy for what `text` says, if there is one."""
+    return next((remedy for pattern, remedy in remedies if re.search(pattern, text)), None)
 
 
 def pins() -> dict[str, str]:
@@ -55,7 +66,7 @@ def main_with_exit_codes(main: Callable[[], None]) -> None:
     except BuildFailure as error:
         sys.exit(_fail(name, error, 1))
     except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0)
+        remedy = remedy_of(str(error), (*LIMITS, *PLACES))
         sys.exit(_fail(name, f"{error}: {remedy}" if remedy else error, 2 if remedy else 1))
     except KeyboardInterrupt:
         sys.exit(_fail(name, "interrupted", 130))

@@ -376,7 +376,7 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
         (
             "ERROR: Could not install packages due to an OSError: [Errno 122] Disk quota exceeded",
             Refusal,
-            "no space left",
+            "free some space",
         ),
         ("RuntimeError: can't start new thread", Refusal, "ulimit -u"),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", Refusal, "ulimit -u"),
