@@ -55,9 +55,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
     except ValueError as error:
         remedy = "choose the --model, and data with as many classes, that it was saved from"
         if all(name.startswith(("module.", "_orig_mod.")) for name in state) and state:
-            remedy = (
-                "its names are a wrapped model's: save model.module.state_dict(), of a compiled one model._orig_mod"
-            )
+            remedy = "save model.module.state_dict(), of a compiled one model._orig_mod"
+            remedy = f"its names are those of a wrapped model: {remedy}"
         raise UserError(f"--weights {path}: does not match the model: {error}: {remedy}") from error
     try:
         require_values(state, model.state_dict())
