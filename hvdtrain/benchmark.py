@@ -45,7 +45,7 @@ from hvdtrain.models.compiling import compiled, require_compiler
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.rank_times import PHASES, RankTimes
 from hvdtrain.output.run_output import versions
-from hvdtrain.training import optim
+from hvdtrain.training import optimizers
 
 POOL_BATCHES = 4  # size of the pool of random samples, in batches
 # Images float32 [b, channels, side, side] and labels int64 [b]; or tokens and next tokens, int64 [b, t]. On the device.
@@ -127,7 +127,7 @@ class Trainer:
         if flags.no_communication:
             self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
             self.others.device = engine.device
-        optimizer = optim.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
+        optimizer = optimizers.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
         predivide = precision.default_predivision(flags.compression, engine.size)
         settings = dict(compression=flags.compression, predivide=predivide)
         self.replica, self.optimizer = self.others.distribute(model, optimizer, **settings)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hvdtrain.cli import Parser, place
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import say, warn
+from hvdtrain.engines.modules import own_name
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
@@ -26,7 +27,6 @@ from hvdtrain.models.convnet import MODELS
 from hvdtrain.output import remote
 from hvdtrain.training import extra_states, loading, reading
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.names import own_name
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:

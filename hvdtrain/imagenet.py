@@ -38,7 +38,7 @@ from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.flags import Flags
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled
-from hvdtrain.training import optim
+from hvdtrain.training import optim, optimizers
 
 # Without --lr: 0.1 for every 256 images of the global batch (arXiv:1706.02677, section 2.1).
 RECIPES: dict[str, dict[str, object]] = {
@@ -141,7 +141,9 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     if run.device.type != "cpu":
         # Else each convolution lays its weights out anew. On CPUs: the same speed.
         net = net.to(memory_format=memory_format)
-    optimizer = optim.build(flags.optimizer, optim.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay)
+    optimizer = optimizers.build(
+        flags.optimizer, optimizers.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay
+    )
     model, _ = run.prepare(net, optimizer)
     if flags.compile:
         with run.raising_together("compile"):

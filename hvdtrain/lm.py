@@ -39,7 +39,7 @@ from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
 from hvdtrain.output import remote
 from hvdtrain.output.device_times import matrix_product_rate
-from hvdtrain.training import loading, optim, reading
+from hvdtrain.training import loading, optimizers, reading
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {
@@ -160,7 +160,7 @@ def learning_rate(step: int, steps: int, flags: Flags) -> float:
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     """Return AdamW for `net`, fused if this torch has the kernel."""
     settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
-    return optim.with_fused(torch.optim.AdamW, optim.decay_groups(net), **settings)
+    return optimizers.with_fused(torch.optim.AdamW, optimizers.decay_groups(net), **settings)
 
 
 def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

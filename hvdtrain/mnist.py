@@ -32,7 +32,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.training import optim
+from hvdtrain.training import optim, optimizers
 
 RECIPES: dict[str, dict[str, object]] = {
     # The fastest to 99 %: one-cycle Adam with label smoothing. FAST_EPOCHS has epochs by data set, FAST_RATES what depends
@@ -133,7 +133,7 @@ def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     # The other models keep the bits that they have always had.
     own: dict[str, Any] = dict(fused=True, beta2=0.99) if flags.model == "cosinenet" else {}
-    optimizer = optim.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, **own)
+    optimizer = optimizers.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, **own)
     model, _ = run.prepare(net, optimizer)
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):

@@ -10,8 +10,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from hvdtrain.data import cache
-from hvdtrain.engines import files
+from hvdtrain.engines import files, user_cache
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching.import_hook import ImportHook
 
@@ -28,7 +27,7 @@ def use_private(*, needed: bool = False) -> None:
     """
     unset = [name for name in VARIABLES if not os.environ.get(name)]
     if "TORCHINDUCTOR_CACHE_DIR" in unset:
-        kept = cache.directory("compiled", "code")
+        kept = user_cache.directory("compiled", "code")
         if kept is None and needed:
             from hvdtrain.data.leftovers import tag  # a later start removes it, should this process be killed
 

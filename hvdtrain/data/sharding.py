@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -120,35 +120,3 @@ def steps(
             before = rank * (len(together) // size) + min(rank, len(together) % size) if local_count else 0
             passes.append(PlannedBatch(indices, local_count * size / count, local_count, len(together), before))
         yield PlannedStep(passes, count)
-
-
-def steps_of_batches(batches: Sequence[Tensor], rank: int, size: int, per_step: int) -> Iterator[PlannedStep]:
-    """Yield this rank's part of each step through `batches` of indices, each int64 [b]. A batch stays whole on one rank.
-
-    A step takes `per_step` batches, in as many passes as needed. In each, rank r takes the batch with number r. As with
-    `steps`, the weight of a batch follows from its samples. A rank without one repeats the pass's first batch with weight 0:
-    batch norm and deviations, which the author's batches are large enough for, may need more than one sample.
-    """
-    for start in range(0, len(batches), per_step):
-        those = batches[start : start + per_step]
-        count = sum(map(len, those))
-        passes = []
-        for number in range(0, len(those), size):
-            together = those[number : number + size]
-            mine = together[rank] if rank < len(together) else together[0]
-            local_count = len(mine) if rank < len(together) else 0
-            lengths = [len(batch) for batch in together]
-            weight = local_count * size / count
-            passes.append(
-                PlannedBatch(mine, weight, local_count, sum(lengths), sum(lengths[:rank]) if local_count else 0)
-            )
-        yield PlannedStep(passes, count)
-
-
-def batches_after(batches: Sequence[Tensor], taken: int) -> Sequence[Tensor] | None:
-    """Return the batches after the first `taken` samples; None if a batch would have to be divided."""
-    for number, batch in enumerate(batches):
-        if taken <= 0:
-            return batches[number:] if taken == 0 else None
-        taken -= len(batch)
-    return [] if taken == 0 else None

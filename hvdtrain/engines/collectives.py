@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvdtrain.engines import buffers
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.modules import all_tensors, flatten, running_statistics, unflatten
 from hvdtrain.engines.portable import TENSOR, Held, flattened, from_json, to_json
 
 Facts = dict[str, Any]  # JSON
@@ -57,7 +57,7 @@ class Collectives(ABC):
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Copy rank 0's parameters and buffers to every rank, also those that a state_dict leaves out."""
-        for name, tensor in buffers.all_tensors(model):
+        for name, tensor in all_tensors(model):
             self.broadcast_(tensor, name)
 
     def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -182,12 +182,12 @@ class Collectives(ABC):
 
     def average_buffers(self, model: nn.Module) -> None:
         """Replace batch norm's running statistics with their mean over ranks. One all-reduce."""
-        self.average_(buffers.running_statistics([model]))
+        self.average_(running_statistics([model]))
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace floating-point tensors with their mean over ranks. One all-reduce."""
         if self.size > 1 and tensors:
-            buffers.unflatten(self.sum(buffers.flatten(tensors), "average_buffers") / self.size, tensors)
+            unflatten(self.sum(flatten(tensors), "average_buffers") / self.size, tensors)
 
     # ---- nested values, whose tensors may differ between ranks
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.distributed_optimizer import buckets
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.horovod import HorovodEngine, buckets
+from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import Announced, remedy
 from hvdtrain.engines.lines import WRITE_SECONDS, within
 from hvdtrain.launching.exit_codes import say

@@ -1,9 +1,9 @@
 """The `horovod` engine, in the order of Horovod's documentation. Read this file to learn the pattern:
 
-1. tune      (added here: environment variables that Horovod and MPI read once, at the start)
+1. tune      (added here: environment variables that Horovod and MPI read once, at the start; tuning.py)
 2. hvd.init()
 3. one device per local rank
-4. hvd.DistributedOptimizer: gradients are averaged between backward() and step()
+4. hvd.DistributedOptimizer: gradients are averaged between backward() and step() (distributed_optimizer.py makes it)
 5. hvd.broadcast_parameters: every rank starts from rank 0's weights
 
 Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
@@ -15,60 +15,23 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import gloo, gpu
+from hvdtrain.engines import gpu
 from hvdtrain.engines.activity import collective
-from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction, Setting
-from hvdtrain.engines.buffers import all_tensors
+from hvdtrain.engines.base import Engine, Reduction, Setting
 from hvdtrain.engines.carried import KNOWN, as_carried, written
-from hvdtrain.engines.compression import GradientCompressor, send_buckets_together
+from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimizer
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.launchers import GLOO_ALONE, alone_in_pid_namespace
-from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, tuned_environment
+from hvdtrain.engines.modules import all_tensors
+from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, prepare_environment, tuned_environment
 from hvdtrain.hangs import leaving
 
-LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
-# Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
-# checkpoint (hangs/monitor.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
-# Also an MPI error then ends its rank later by as much.
-ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
-
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
-
-
-def bucket_bytes(total: int) -> int:
-    """Return the bucket size in bytes for `total` bytes of gradients: a sixteenth, between 1 and 25 MiB.
-
-    The reduction of the last bucket cannot overlap with the backward pass, which has ended by then, so buckets should be
-    small (docs/evidence/tuning.md). Below 1 MiB, the time of an all-reduce hardly depends on its size.
-    """
-    return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, total // 16))
-
-
-def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> list[list[nn.Parameter]]:
-    """Split the trainable `parameters` into groups of at most `limit` bytes (or one parameter), last layer first.
-
-    The backward pass computes the last layer first, so its bucket is reduced while the earlier layers are still being
-    computed. A model smaller than `limit` is one bucket. limit: default `bucket_bytes`.
-    """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
-    limit = bucket_bytes(sum(sizes)) if limit is None else limit
-    groups: list[list[nn.Parameter]] = []
-    filled = limit
-    for parameter, size in zip(reversed(trainable), reversed(sizes), strict=True):
-        if filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(parameter)
-        filled += size
-    return groups
 
 
 def carries_bf16() -> bool:
@@ -110,22 +73,7 @@ class HorovodEngine(Engine):
         self._trained: dict[Any, list[nn.Parameter]] = {}  # those of them that its groups hold: not frozen
         self._hooked: dict[Any, list[nn.Parameter]] = {}  # those that Horovod has given a hook
 
-        # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
-        os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
-        if size == 1 and launcher == "Slurm" and "PMIX_RANK" not in os.environ and hvd.gloo_built():
-            os.environ.update(GLOO_ALONE)  # Open MPI would end a single process that srun has started, for want of PMI
-        if launcher == "mpirun (Open MPI)":
-            os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
-        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-            gloo.refuse_unusable(os.environ)
-        first = ""
-        with contextlib.suppress(OSError):  # /proc may hide the processes of others (hidepid)
-            first = Path("/proc/1/comm").read_text().strip()
-        if alone_in_pid_namespace(os.environ, os.getppid(), first) and "OMPI_MCA_btl" not in os.environ:
-            os.environ.update({"OMPI_MCA_btl": "self,tcp"})
-            self.notes.append(
-                "MPI over TCP: each rank has a PID namespace of its own, where MPI's shared memory crashes"
-            )
+        self.notes += prepare_environment(size, launcher, gloo_built=hvd.gloo_built())
         # Else Horovod uses the MPI that is there, and leaves it running.
         HorovodEngine._starts_mpi = HorovodEngine._starts_mpi or "mpi4py.MPI" not in sys.modules
         hvd.init()
@@ -156,48 +104,9 @@ class HorovodEngine(Engine):
     def distribute_optimizer(
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], reduction: Reduction
     ) -> torch.optim.Optimizer:
-        hvd = self.hvd
-        op = {"average": hvd.Average, "sum": hvd.Sum}[reduction.reduction]
-        wire_dtype, predivide, factor_after = WIRE_DTYPES[reduction.compression], 1.0, 1.0
-        if reduction.compression != "none" or reduction.predivide != 1.0:
-            op, predivide = hvd.Sum, reduction.predivide
-            factor_after = predivide / self.size if reduction.reduction == "average" else predivide
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
-        if complex_ := next((name for name, parameter in named if parameter.is_complex()), None):
-            raise UserError(f"{complex_} is complex, which Horovod does not reduce: use --engine ddp", everywhere=True)
-        compressor: Any = GradientCompressor(wire_dtype, predivide, factor_after)
-        plain = wire_dtype is None and predivide == factor_after == 1.0
-        if plain and all(parameter.is_contiguous() for _, parameter in named):
-            compressor = hvd.Compression.none
-        options: dict[str, Any] = dict(
-            named_parameters=named,
-            compression=compressor,
-            op=op,
-            # Horovod sums the micro-batches; the weights of `sharding.PlannedBatch` turn the sum into a mean.
-            backward_passes_per_step=reduction.accumulate,
-            # Fixed buckets: gradients are always summed in the same order, so runs are bitwise reproducible. Without them,
-            # gradients are fused in the order in which they become ready: three runs on three ranks gave three results.
-            groups=buckets([parameter for _, parameter in named]) if self.tuning else None,
-        )
-        try:
-            distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, **options)
-        except TypeError as error:
-            message = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does ({error})"
-            raise UserError(f"{message}: give its arguments defaults, or use --engine ddp", everywhere=True) from error
-        except Exception as error:  # whatever the author's class raises, such as one around another optimizer
-            message = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does"
-            raise UserError(f"{message}: use --engine ddp", everywhere=True) from error
-        # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
-        # hooks, and state that is not empty at the beginning.
-        vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
-        # torch puts the hooks of an optimizer around the step of each class that is not marked as `hooked`. Horovod's step
-        # calls that of the script's class, which has them.
-        kind: Any = type(distributed)
-        kind.step = getattr(kind.step, "__wrapped__", kind.step)
-        kind.step.hooked = True
-        if isinstance(compressor, GradientCompressor):
-            send_buckets_together(kind, hvd, compressor)
+        distributed = distributed_optimizer(self.hvd, optimizer, named, reduction, self.size, fixed_buckets=self.tuning)
         self._hows[distributed] = reduction
         self._named[distributed] = [parameter for _, parameter in named]
         self._trained[distributed] = self._hooked[distributed] = [

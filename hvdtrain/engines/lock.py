@@ -1,15 +1,64 @@
-"""A lock on a directory, so that two runs do not write to it."""
+"""A lock on a directory, so that two runs do not write to it.
+
+Its file says who has it: the last run that began there. On some network file systems, locks do not tell: there are none, or
+other hosts do not see them.
+"""
 
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import secrets
+import socket
 import stat
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-from hvdtrain.engines import holders
 from hvdtrain.engines.files import open_regular
+from hvdtrain.launching import processes
+
+
+class Holder(NamedTuple):
+    """One lock of a process. place: boot and pid namespace, within which pids can be compared. started: ticks since boot."""
+
+    host: str
+    place: str
+    pid: int
+    started: int
+    token: str
+
+    def runs(self) -> bool:
+        """Return whether the process is known to run. One of another host, or of another container, is not."""
+        process = processes.stat(self.pid) if self.place == here() else None
+        return process is not None and process.state not in "ZX" and process.started == self.started
+
+
+def here() -> str:
+    """Return the place of this process."""
+    return f"{processes.boot_id()} {processes.pid_namespace()}"
+
+
+def myself() -> Holder:
+    """Return a new holder of this process."""
+    own = processes.stat(os.getpid())
+    return Holder(socket.gethostname(), here(), os.getpid(), own.started if own else 0, secrets.token_hex(8))
+
+
+def note(handle: int, holder: Holder | None) -> None:
+    """Write who holds the lock into its open file. None: nobody. Raises OSError."""
+    os.ftruncate(handle, 0)
+    if holder is not None:
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
+
+
+def noted(path: Path) -> Holder | None:
+    """Return who is noted; None if nobody is, or if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        host, place, pid, started, token = json.loads(path.read_bytes()[:10_000])
+        return Holder(str(host), str(place), int(pid), int(started), str(token))
+    return None
 
 
 def give_rights_of(directory: Path, handle: int) -> None:
@@ -30,7 +79,7 @@ class Lock:
     """An exclusive lock on a directory. The kernel releases it when the process ends, even if it is killed.
 
     It is on the file .lock, because NFS has no locks on directories. Who may write in the directory may lock it, and nobody
-    else: whoever can open a file can lock it. The file says who has it (holders.py), for file systems whose locks other
+    else: whoever can open a file can lock it. The file says who has it (`Holder`), for file systems whose locks other
     hosts do not see, or that have none: there `works` is False. A run that is known to go on is respected; of others, the
     last one has it, and `require_in_place` tells.
     Raises TimeoutError if another process holds the lock for `seconds`, and OSError if the directory is not writable.
@@ -40,7 +89,7 @@ class Lock:
         self._path = directory / ".lock"
         self.works = True
         self._noted = False
-        self._me = holders.myself()
+        self._me = myself()
         self._handle: int | None = self._take(seconds)
         self._place = directory.stat()
 
@@ -69,14 +118,14 @@ class Lock:
 
         Trap: locks of a mount, as of NFS with `local_lock` or `nolock`, are given to one process of each mount.
         """
-        other = holders.noted(self._path)
+        other = noted(self._path)
         if other is None or other == self._me or not other.runs():
             return True
         return self.works and other.pid == self._me.pid  # one process: it has released that lock
 
     def _note(self, handle: int) -> None:
         try:
-            holders.note(handle, self._me)
+            note(handle, self._me)
             self._noted = True
         except OSError:  # such as a full disk
             if not self.works:
@@ -87,7 +136,7 @@ class Lock:
         may lock one of the same name. A directory that was removed is made and locked again."""
         if self._handle is None:
             raise OSError(errno.ESTALE, "the run has ended")
-        if self._noted and (other := holders.noted(self._path)) not in (None, self._me):
+        if self._noted and (other := noted(self._path)) not in (None, self._me):
             assert other is not None
             raise OSError(errno.EBUSY, f"a later run, on {other.host}, writes to {self._path.parent}")
         held: os.stat_result | None = None
@@ -117,8 +166,8 @@ class Lock:
     def release(self) -> None:
         """Release the lock. Idempotent."""
         if self._handle is not None:
-            if self._noted and holders.noted(self._path) == self._me:
+            if self._noted and noted(self._path) == self._me:
                 with contextlib.suppress(OSError):
-                    holders.note(self._handle, None)
+                    note(self._handle, None)
             os.close(self._handle)
             self._handle = None

@@ -1,6 +1,15 @@
-"""Environment variables that make Horovod and MPI fast. They are read in `hvd.init()`. Does not import torch."""
+"""Environment variables of Horovod and MPI, for speed and for where a rank runs. They are read in `hvd.init()`.
 
+Does not import torch.
+"""
+
+import contextlib
+import os
 from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.engines import gloo
+from hvdtrain.engines.launchers import GLOO_ALONE, alone_in_pid_namespace
 
 # With the defaults, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background thread, and
 # the thread that waits for a result. On a host with as many ranks as cores, they take CPU time from the threads that
@@ -22,8 +31,32 @@ FAST = {
 FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
 # Over NCCL: `synchronize` has the GPU wait for the sums, instead of the thread that queues the GPU's work.
 ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+# Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
+# checkpoint (hangs/monitor.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
+# Also an MPI error then ends its rank later by as much.
+ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
 
 
 def tuned_environment(environment: Mapping[str, str], wanted: Mapping[str, str] = FAST | FIXED_SUMS) -> dict[str, str]:
     """Return the `wanted` variables that are not in `environment`. Set them before `hvd.init()`."""
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def prepare_environment(size: int, launcher: str, *, gloo_built: bool) -> list[str]:
+    """Set what the place of this rank needs, whatever the tuning. Return notes of it. Raises UserError where Horovod would
+    crash."""
+    # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
+    os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+    if size == 1 and launcher == "Slurm" and "PMIX_RANK" not in os.environ and gloo_built:
+        os.environ.update(GLOO_ALONE)  # Open MPI would end a single process that srun has started, for want of PMI
+    if launcher == "mpirun (Open MPI)":
+        os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+        gloo.refuse_unusable(os.environ)
+    first = ""
+    with contextlib.suppress(OSError):  # /proc may hide the processes of others (hidepid)
+        first = Path("/proc/1/comm").read_text().strip()
+    if not alone_in_pid_namespace(os.environ, os.getppid(), first) or "OMPI_MCA_btl" in os.environ:
+        return []
+    os.environ.update({"OMPI_MCA_btl": "self,tcp"})
+    return ["MPI over TCP: each rank has a PID namespace of its own, where MPI's shared memory crashes"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import atomic, files
-from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import is_extra
 
 WEIGHTS = (".safetensors", ".pt")
 PROGRAMS = (".pt2", ".onnx")

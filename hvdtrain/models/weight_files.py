@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.engines.buffers import is_extra
+from hvdtrain.engines.modules import is_extra
 
 MOST_HEADER_BYTES = 2**26
 MOST_TENSORS = 100_000  # a file of 67 MB with a million empty tensors took 33 s and 2 GB

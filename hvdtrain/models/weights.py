@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import is_extra
 from hvdtrain.models.weight_files import refuse_compressed, refuse_large_header, require_file, require_match
 
 

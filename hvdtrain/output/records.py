@@ -1,8 +1,22 @@
-"""The text of metrics.jsonl and summary.json, which any program can read: JSON has no NaN and no infinity."""
+"""metrics.jsonl: its events, and their text, which any program can read: JSON has no NaN and no infinity.
 
+Does not import torch.
+"""
+
+import contextlib
+import errno
 import json
 import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
 from typing import Any
+
+from hvdtrain.engines import files, lines
 
 # As Python, JavaScript and others turn them back into numbers: float("NaN"), Number("Infinity").
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -30,3 +44,61 @@ def parsed(content: str) -> dict[str, Any] | None:
 def encoded(value: Any) -> object:
     """Return what stands in JSON for a value that it does not have: numbers for a tensor or an array, else text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Events:
+    """Appends events to metrics.jsonl, if it was opened, and hands them to listeners. began: when this process did, on the
+    monotonic clock."""
+
+    def __init__(self, began: float):
+        self.listeners: list[Callable[[str, dict[str, object]], None]] = []  # called with the name and the fields
+        self._began = began
+        self._lock = threading.Lock()
+        self._path = Path()
+        self._file: FileIO | None = None
+        self._missing = 0  # lines that could not be written since the last successful write
+
+    def open_events(self, path: Path, *, continued: bool) -> None:
+        """Open `path`. Raises OSError. continued: append to the file that is there; otherwise, that is renamed."""
+        if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
+            path.rename(files.unused(path))  # a file of an earlier run, or a link, a pipe or a device
+        self._path, self._file = path, files.open_to_append(path)
+
+    def event(self, name: str, **fields: object) -> None:
+        """Append an event, as one line of JSON. Thread-safe."""
+        line = text({"event": name, **self._now(), **fields}) + "\n"
+        with self._lock:  # the checkpoint writer and the watchdog call this from their threads
+            self._append(line)
+        for listener in self.listeners:
+            listener(name, fields)
+
+    def _now(self) -> dict[str, float]:
+        """Return the time of day, and the seconds since this process started, on a monotonic clock."""
+        return {"time": time.time(), "elapsed": round(time.monotonic() - self._began, 3)}
+
+    def _append(self, line: str) -> None:
+        """Append a complete line, or nothing. On a full disk, the line is lost and training continues."""
+        if self._file is None:
+            return
+        if self._missing:
+            gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
+            line = text({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
+        content, end = line.encode(), None
+        try:
+            end = self._file.seek(0, os.SEEK_END)
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._missing = 0
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if end is not None:
+                    self._file.truncate(end)
+            if not self._missing:
+                lines.warn(f"{self._path} cannot be written for now ({error.strerror})")
+            self._missing += 1
+
+    def close_events(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -4,17 +4,13 @@ Only rank 0 writes and prints. On the other ranks the methods do nothing.
 """
 
 import contextlib
-import errno
 import hashlib
 import os
 import platform
 import socket
-import stat
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
     from hvdtrain.output.tracking import Tracker
 
 
-class RunOutput:
+class RunOutput(records.Events):
     """Writes and prints a run's output. Files are written only after `open`; lines are printed at once."""
 
     def __init__(
@@ -47,14 +43,11 @@ class RunOutput:
         track_as: tuple[str, str] | None = None,
     ):
         """track_as: --track, and the name of the experiment or project in which to record the run."""
+        super().__init__(began=time.monotonic() - seconds_since_process_start())
         self.speaks = engine.rank == 0
         self.output_dir = output_dir if self.speaks else None
         self._said_once: set[str] = set()
         self._unheard = False  # the last line could not be written to standard output
-        self._lock = threading.Lock()
-        self._began = time.monotonic() - seconds_since_process_start()
-        self._file: FileIO | None = None
-        self._missing = 0  # lines that could not be written since the last successful write
         self._wants_board, self._track_as = tensorboard, track_as
         self._board: Board | None = None
         self._tracker: Tracker | None = None
@@ -68,27 +61,26 @@ class RunOutput:
         directory = self.output_dir
         if directory is None:
             return
-        path = directory / "metrics.jsonl"
         with files.output_to(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
-                path.rename(files.unused(path))  # a file of an earlier run, or a link, a pipe or a device
             summary = directory / "summary.json"
             if summary.is_dir() and not summary.is_symlink():
                 summary.rename(files.unused(summary))
             summary.unlink(missing_ok=True)
-            self._file = files.open_to_append(path)
+            self.open_events(directory / "metrics.jsonl", continued=continued)
         if self._wants_board:
             from hvdtrain.output.tensorboard import Board
 
             try:
                 self._board = Board(directory / "tensorboard", continued)
+                self.listeners.append(self._to_board)
             except OSError as error:
                 lines.warn(f"no TensorBoard output ({error.strerror or error}): training continues")
         if self._track_as is not None:
             from hvdtrain.output.tracking import Tracker
 
             self._tracker = Tracker(*self._track_as, directory, continued)
+            self.listeners.append(self._tracker.event)
 
     # ---- lines
 
@@ -119,44 +111,13 @@ class RunOutput:
 
     # ---- events
 
-    def event(self, name: str, **fields: object) -> None:
-        """Append an event to metrics.jsonl, as one line of JSON. Thread-safe."""
-        line = records.text({"event": name, **self._now(), **fields}) + "\n"
-        with self._lock:  # the checkpoint writer and the watchdog call this from their threads
-            self._write(line)
+    def _to_board(self, name: str, fields: dict[str, object]) -> None:
         if self._board is not None:
             try:
                 self._board.event(name, fields)
             except Exception as error:  # also what tensorboard's own thread has raised
                 self._board = None
                 lines.warn(f"TensorBoard output stops here ({getattr(error, 'strerror', None) or error})")
-        if self._tracker is not None:
-            self._tracker.event(name, fields)
-
-    def _now(self) -> dict[str, float]:
-        """Return the time of day, and the seconds since this process started, on a monotonic clock."""
-        return {"time": time.time(), "elapsed": round(time.monotonic() - self._began, 3)}
-
-    def _write(self, line: str) -> None:
-        """Append a complete line, or nothing. On a full disk, the line is lost and training continues."""
-        if self._file is None:
-            return
-        if self._missing:
-            gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
-            line = records.text({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
-        content, end = line.encode(), None
-        try:
-            end = self._file.seek(0, os.SEEK_END)
-            if self._file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._missing = 0
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                if end is not None:
-                    self._file.truncate(end)
-            if not self._missing:
-                lines.warn(f"{self.output_dir}/metrics.jsonl cannot be written for now ({error.strerror})")
-            self._missing += 1
 
     def start(
         self, engine: Engine, dataset: str, reason: str, config: dict[str, object], metrics: Mapping[str, Metric]
@@ -201,12 +162,11 @@ class RunOutput:
             with contextlib.suppress(Exception):
                 self._board.close()
             self._board = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.close_events()
         if self._tracker is not None:  # last, because it reads the files written above
             self._tracker.close()
             self._tracker = None
+        self.listeners.clear()
 
     def __enter__(self) -> "RunOutput":
         return self

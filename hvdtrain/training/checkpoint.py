@@ -20,15 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hvdtrain.engines import atomic
-from hvdtrain.engines.lock import Lock
-from hvdtrain.models.weight_files import refuse_large_header
 from hvdtrain.output.best import best_of, goodness
+
+if TYPE_CHECKING:
+    from hvdtrain.engines.lock import Lock
 
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
@@ -55,7 +56,7 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: Lock | None = None) -> None:
+def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock | None" = None) -> None:
     """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError or ValueError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
@@ -98,6 +99,8 @@ def read_facts(path: Path) -> Facts:
     """Return the facts alone, unverified; {} where they are damaged. Raises OSError if they cannot be read."""
     import safetensors
 
+    from hvdtrain.models.weight_files import refuse_large_header
+
     try:
         refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
@@ -120,22 +123,24 @@ def listed(directory: Path) -> list[Path]:
     return [path for _, path in sorted(numbered, reverse=True)]
 
 
-def prune(directory: Path, keep: int) -> None:
+def prune(directory: Path, keep: int, known: Mapping[Path, Facts] | None = None) -> dict[Path, Facts]:
     """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one. Raises
     OSError, and removes none, if one cannot be read for now.
 
-    keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`.
+    keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`. known: facts of files that
+    need not be read. Return these, and those that were read, of the files that are left.
     """
-    paths = listed(directory)
+    paths, known = listed(directory), known or {}
     if len(paths) <= min(keep, SPARE):
-        return
-    facts = {path: read_facts(path) for path in paths}
+        return dict(known)
+    facts = {path: known[path] if path in known else read_facts(path) for path in paths}
     asked_for = [path for path in paths if not facts[path].get("automatic")]
     kept = {*paths[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
     for path in paths:
         if path not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()
+    return {path: facts[path] for path in kept}
 
 
 class Writer:
@@ -151,7 +156,7 @@ class Writer:
         directory: Path,
         keep: int,
         done: Callable[[Path, OSError | None], None],
-        lock: Lock | None = None,
+        lock: "Lock | None" = None,
     ):
         """lock: see `write`."""
         self.directory, self.keep, self.done, self.lock = directory, keep, done, lock
@@ -160,6 +165,7 @@ class Writer:
         self._waiting: list[tuple[Facts, dict[str, Tensor]]] = []  # the best one, and the newest
         self._condition = threading.Condition()
         self._busy = False
+        self._facts: dict[Path, Facts] = {}  # of files in the directory: `prune` need not read them again
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def put(self, facts: Facts, tensors: dict[str, Tensor]) -> None:
@@ -202,8 +208,9 @@ class Writer:
         began, processor = time.monotonic(), time.thread_time()
         try:
             write(path, facts, tensors, self.lock)
+            self._facts[path] = {name: facts.get(name) for name in ("automatic", "best")}
             with contextlib.suppress(OSError):  # what cannot be read or removed now, may be after the next one
-                prune(self.directory, self.keep)
+                self._facts = prune(self.directory, self.keep, self._facts)
         except OSError as error:
             self.failed = error
         except Exception as error:  # any error of the library: the thread must not end silently

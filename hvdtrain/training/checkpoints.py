@@ -160,8 +160,8 @@ class Checkpoints:
         )
         for part in (*self._parts, self.objects):  # objects last: it may fail on rank 0 alone, and others would wait
             part.save(content)
-        if source is not None and (position := source.position()) is not None:
-            positions = self.engine.all_gather_object(position, "checkpoint.positions")
+        if source is not None and source.position is not None:
+            positions = self.engine.all_gather_object(source.position(), "checkpoint.positions")
             content.tensors["positions"] = contents.encoded(positions)
         if self._writer is None:
             return

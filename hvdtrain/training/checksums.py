@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import is_extra
 
 CHUNK = 2**18  # elements
 

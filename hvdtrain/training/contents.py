@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.accelerators import module_of
-from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import is_extra, named_parameters, own_name
 from hvdtrain.engines.portable import to_json
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.names import named_parameters, own_name
 
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
 REGISTER = "register the same objects as when it was written, or --resume never"

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.checkpoint import Facts
-from hvdtrain.training.loop import Length, Loop, Phase
+from hvdtrain.training.loop import Loop
 from hvdtrain.training.parts import Moment
+from hvdtrain.training.position import Length, Phase
 from hvdtrain.training.state import Best
 
 
@@ -135,11 +136,6 @@ class Epochs(Loop):
     def evaluation(self) -> dict[str, float]:
         """Metrics of the last evaluation by name, and `count`."""
         return self.state.evaluation
-
-    def note_evaluation(self) -> None:
-        """Take note of an evaluation that was not cut short."""
-        if self._in_epoch:
-            self.state.evaluated_epoch = self.state.epoch
 
     @property
     def best(self) -> Best | None:

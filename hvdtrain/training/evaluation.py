@@ -3,31 +3,30 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.data.sharding import mixed_seed, seed_generators, shard
+from hvdtrain.data.sharding import mixed_seed, seed_generators
 from hvdtrain.engines.accelerators import exact, read
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.output.metric_names import require_free
+from hvdtrain.training.epochs import Epochs
 from hvdtrain.training.inputs import Batch
 from hvdtrain.training.shared_buffers import SharedBuffers
 from hvdtrain.training.splits import SPLIT, split_of
 
-if TYPE_CHECKING:
-    from hvdtrain.training.run import Run
-
 
 class CutShort(BaseException):
-    """Raised to end an evaluation early on this rank after a stop request. `Run.evaluating` catches it."""
+    """Raised to end an evaluation early on this rank after a stop request. `Evaluations.block` catches it."""
 
 
 class Evaluation:
-    """The state of one `Run.evaluating` block.
+    """The state of one `Evaluating.evaluating` block.
 
-    data: see `Run.evaluating`. batches: of it, on this rank; None: it is a number of samples. heartbeat: called for each
+    data: see there. batches: of it, on this rank; None: it is a number of samples. heartbeat: called for each
     batch.
     """
 
@@ -45,7 +44,7 @@ class Evaluation:
     def mine(self) -> Any:
         """Return this rank's part of the data: a slice, or an iterator over batches."""
         if self._loaded is None:
-            return shard(self._data, self._engine.rank, self._engine.size)
+            return slice(self._engine.rank, self._data, self._engine.size)
         return self._batches(self._loaded)
 
     def _batches(self, loaded: Iterator[Batch]) -> Iterator[Any]:
@@ -116,7 +115,7 @@ class Evaluation:
     def _names(self) -> tuple[list[str], list[str]]:
         """Return the names of all sums, and of those with a `count`: a rank without samples has recorded nothing. A
         collective. Raises UserError on every rank."""
-        split = split_of(getattr(self._data, "dataset", None))
+        split = None if self.whole else split_of(getattr(self._data, "dataset", None))
         mine = [list(self._sums), list(self._counts), split, self._held()]
         everyone = self._engine.all_gather_object(mine, "evaluate.names")
         if any(theirs[2] != split for theirs in everyone):
@@ -139,7 +138,7 @@ class Evaluation:
 class Evaluations:
     """The evaluations of a run. shares: whether ranks have buffers of their own, which are made the same before."""
 
-    def __init__(self, run: "Run", *, shares: bool = True):
+    def __init__(self, run: "Evaluating", *, shares: bool = True):
         self._run, self._shares = run, shares
         prepared = run.prepared()
         self.buffers = SharedBuffers(run.engine, prepared.models)
@@ -157,7 +156,7 @@ class Evaluations:
 
     @contextlib.contextmanager
     def block(self, data: Any, prefix: str) -> Iterator[Any]:
-        """See `Run.evaluating`."""
+        """See `Evaluating.evaluating`."""
         run = self._run
         prepared = run.prepared("run.evaluating()")
         if self.current is not None:
@@ -187,7 +186,7 @@ class Evaluations:
                 module.training = training
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
-        if not run.in_steps and run.stopping.stops_here("evaluate.stop"):
+        if not run.in_steps and self.is_cut_short():
             self.buffers.restore_own()
             run.stop()
         run.note_evaluation()
@@ -197,5 +196,73 @@ class Evaluations:
     def _go_on(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
         self._run.engine.activity.heartbeat()
-        if self._run.stopping.stop_requested and not self._run.in_steps:
+        if self._run.stopping.monitor.stop_reason and not self._run.in_steps:
             raise CutShort
+
+    def is_cut_short(self) -> bool:
+        """Return, on all ranks, whether any rank knows of a stop request: they learn of it at slightly different times. A
+        collective."""
+        mine = torch.tensor([float(self._run.stopping.monitor.stop_reason is not None)])
+        return bool(self._run.engine.sum(mine, "evaluate.stop").item())
+
+
+class Evaluating(Epochs):
+    """The epochs of a training, with evaluations in them or after them."""
+
+    evaluations: Evaluations  # from `prepare` on
+
+    def evaluating(self, data: Any, *, prefix: str = "") -> contextlib.AbstractContextManager[Any]:
+        """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
+
+        Inside, models, also registered ones, are in evaluation mode, without gradients; batch norm's running statistics are
+        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator
+        over batches). prefix: for the names in summary.json and in the output, such as "test".
+        """
+        self.prepared("run.evaluating()")
+        return self.evaluations.block(data, prefix)
+
+    def predict(self, **values: Tensor) -> None:
+        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
+
+        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
+        of the data set.
+        """
+        if self._shared is None or self.evaluations.current is None:
+            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
+
+    def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
+        """Record values of an evaluation.
+
+        Inside `evaluating`: sums over this rank's samples, or one value per sample. They are summed over ranks and divided
+        by the number of samples, or by the sum of their `count`, for instance a number of tokens.
+        After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
+        """
+        require_free(values)
+        if not values:
+            raise UserError("run.record() got nothing: write run.record(loss=...)")
+        current = self.evaluations.current if self._shared is not None else None
+        if current is not None:
+            current.add(values, count)
+        elif self.metrics_logger.unwritten and all(torch.as_tensor(value).numel() == 1 for value in values.values()):
+            self.metrics_logger.amend({name: float(value) for name, value in values.items()})
+        else:
+            raise UserError(
+                "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
+                "(training metrics go to step.record())"
+            )
+
+    # ---- what evaluations and features use
+
+    def make_evaluations(self) -> Evaluations:
+        """Return what carries out evaluations."""
+        return Evaluations(self)
+
+    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the weights are the same on all ranks."""
+        weights_of_all = self.prepared().weights_of_all
+        return weights_of_all() if weights_of_all is not None and self.in_steps else contextlib.nullcontext()
+
+    def note_evaluation(self) -> None:
+        """Take note of an evaluation that was not cut short."""
+        if self._in_epoch:
+            self.state.evaluated_epoch = self.state.epoch

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.buffers import is_extra
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import is_extra, own_name
 from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.training import contents
-from hvdtrain.training.names import own_name
 from hvdtrain.training.objects import Objects
 from hvdtrain.training.parts import Content, Part
 

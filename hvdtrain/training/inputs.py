@@ -53,6 +53,8 @@ class Input(ABC):
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
     batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
+    # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
+    position: Callable[[], Any] | None = None
     _plan: Plan
 
     @abstractmethod
@@ -107,10 +109,6 @@ class Input(ABC):
 
         positions: a collective that returns what `position` returned on each rank; None if that was nothing.
         """
-        return None
-
-    def position(self) -> Any:
-        """Return what this rank needs besides the number of samples to continue here, as JSON; None: nothing."""
         return None
 
     def settle(self) -> dict[str, object]:

@@ -13,11 +13,11 @@ from torch.optim import lr_scheduler
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.collectives import lay_state_as_weights
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import own_name
 from hvdtrain.engines.portable import TENSOR, from_json
 from hvdtrain.models.weight_files import require_match
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.contents import IMPLEMENTATION, REGISTER, names_of, plain, prefixes, tensors_of, types_of
-from hvdtrain.training.names import own_name
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import Models, kind_of, named_parameters
 from hvdtrain.flags import Flags
 from hvdtrain.training import extra_states
-from hvdtrain.training.names import Models, kind_of, named_parameters
 from hvdtrain.training.prepared import Prepared, parameters_of
 from hvdtrain.training.schedules import is_scheduled
 from hvdtrain.training.shared_buffers import give_memory

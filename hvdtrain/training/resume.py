@@ -7,13 +7,13 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
-from hvdtrain.engines.lock import Lock
 from hvdtrain.flags import Flags
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training import checkpoint, contents
@@ -24,6 +24,9 @@ from hvdtrain.training.parts import Content
 from hvdtrain.training.schedules import LENGTHS
 from hvdtrain.training.splits import SPLIT
 from hvdtrain.training.state import Initial, TrainState
+
+if TYPE_CHECKING:
+    from hvdtrain.engines.lock import Lock
 
 LONGEST_NAME = "x" * 100  # longer than the names of temporary files
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
@@ -92,6 +95,8 @@ class Resume:
 
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
+        from hvdtrain.engines.lock import Lock
+
         if os.path.islink(directory):  # noqa: PTH114 (Path's own raises where the name is too long)
             remedy = "give the real directory with --output-dir"
             raise UserError(f"{directory} is a symbolic link, which is not followed: {remedy}")

@@ -14,19 +14,17 @@ from torch import Tensor
 
 from hvdtrain.data.sharding import passes_per_step
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.modules import own_name
 from hvdtrain.launching.exit_codes import TARGET_MISSED
-from hvdtrain.output.metric_names import require_free
 from hvdtrain.training.checkpoint import name_of
 from hvdtrain.training.checksums import require_same_on_all
-from hvdtrain.training.epochs import Epochs
-from hvdtrain.training.evaluation import Evaluations
-from hvdtrain.training.names import own_name
+from hvdtrain.training.evaluation import Evaluating
 from hvdtrain.training.preparing import prepare, refuse_replicas
 from hvdtrain.training.randomness import is_generator
 from hvdtrain.training.step import Shared, keep_in_order
 
 
-class Run(Epochs):
+class Run(Evaluating):
     """One training run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation."""
 
     # ---- before training
@@ -106,10 +104,6 @@ class Run(Epochs):
         self.checkpoints.objects.take_settings()
         return prepared.in_order_of(parts)
 
-    def make_evaluations(self) -> Evaluations:
-        """Return what carries out evaluations."""
-        return Evaluations(self)
-
     def register(self, **objects: Any) -> None:
         """Save objects in every checkpoint, and restore them now if the run is resumed. A collective; after
         `prepare`, before the first step.
@@ -171,48 +165,6 @@ class Run(Epochs):
         if batch is not None and not batch.count:
             rows = rows[:0]
         return gather(self.engine, rows, alone=step is not None and step.inspected)
-
-    # ---- evaluation
-
-    def evaluating(self, data: Any, *, prefix: str = "") -> contextlib.AbstractContextManager[Any]:
-        """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
-
-        Inside, models, also registered ones, are in evaluation mode, without gradients; batch norm's running statistics are
-        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator
-        over batches). prefix: for the names in summary.json and in the output, such as "test".
-        """
-        self.prepared("run.evaluating()")
-        return self.evaluations.block(data, prefix)
-
-    def predict(self, **values: Tensor) -> None:
-        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
-
-        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
-        of the data set.
-        """
-        if self._shared is None or self.evaluations.current is None:
-            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
-
-    def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
-        """Record values of an evaluation.
-
-        Inside `evaluating`: sums over this rank's samples, or one value per sample. They are summed over ranks and divided
-        by the number of samples, or by the sum of their `count`, for instance a number of tokens.
-        After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
-        """
-        require_free(values)
-        if not values:
-            raise UserError("run.record() got nothing: write run.record(loss=...)")
-        current = self.evaluations.current if self._shared is not None else None
-        if current is not None:
-            current.add(values, count)
-        elif self.metrics_logger.unwritten and all(torch.as_tensor(value).numel() == 1 for value in values.values()):
-            self.metrics_logger.amend({name: float(value) for name, value in values.items()})
-        else:
-            raise UserError(
-                "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
-                "(training metrics go to step.record())"
-            )
 
     # ---- the end
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import buffers
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.buffers import running_statistics
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.names import own_name, prefixes
+from hvdtrain.engines.modules import flatten, own_name, prefixes, running_statistics, unflatten
 from hvdtrain.training.objects import Objects
 from hvdtrain.training.parts import Content, Part
 
@@ -101,7 +99,7 @@ class Buffers(Part):
         content.facts["late"] = self._late()
         each = {"buffers": of_each_rank(self._models()), **statistics_of(self._objects.registered)}
         for name, mine in each.items():
-            whole = self._engine.all_gather(buffers.flatten(mine.values()).cpu(), f"checkpoint.{name}")
+            whole = self._engine.all_gather(flatten(mine.values()).cpu(), f"checkpoint.{name}")
             content.tensors[name] = whole
         content.facts["own"] = {
             name: [self._engine.size, {one: list(tensor.shape) for one, tensor in mine.items()}]
@@ -138,7 +136,7 @@ class Buffers(Part):
         if not there:
             return
         ordered = [tensors[one] for one in there]
-        own = buffers.flatten(ordered)
+        own = flatten(ordered)
         rows = torch.zeros(ranks, len(own), dtype=own.dtype)
         if content.held is not None:
             rows.copy_(content.tensors[name])
@@ -156,4 +154,4 @@ class Buffers(Part):
             mine = torch.cat(
                 [mean if id(tensor) in averaged else first for (tensor, mean), first in zip(parts, firsts, strict=True)]
             )
-        buffers.unflatten(mine, ordered)
+        unflatten(mine, ordered)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.buffers import running_statistics
+from hvdtrain.engines.modules import kind_of, own_name, prefixes, running_statistics
 from hvdtrain.training.checksums import checksum
-from hvdtrain.training.names import kind_of, own_name, prefixes
 
 
 def give_memory(model: nn.Module) -> None:

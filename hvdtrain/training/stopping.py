@@ -72,18 +72,6 @@ class Stopping:
         self._activity.heartbeat()
         leaving.heartbeat()
 
-    @property
-    def stop_requested(self) -> str | None:
-        """What requested a stop, or None. Ranks learn of a request at slightly different times."""
-        return self.monitor.stop_reason
-
-    def stops_here(self, name: str) -> bool:
-        """Return, on all ranks, whether any rank knows of a stop request. A collective.
-
-        Call it after an operation that may end early because of `stop_requested`, such as an evaluation.
-        """
-        return bool(self.engine.sum(torch.tensor([float(self.stop_requested is not None)]), name).item())
-
     # ---- after a step
 
     def begin(self, step: int) -> None:

@@ -118,7 +118,7 @@ def paths(scratch: Path) -> dict[str, set[Function]]:
     saving = traced(scratch, "saving", "--checkpoint-steps", "3", "--output-dir", f"{scratch}/saving")
     stopped = traced(scratch, "stopped", "--checkpoint-steps", "3", "--output-dir", f"{scratch}/out", stop=True)
     begun = traced(scratch, "begun", "--checkpoint-steps", "0", "--output-dir", f"{scratch}/begun")  # none by the clock
-    resumed = traced(scratch, "resumed", "--output-dir", f"{scratch}/out")
+    resumed = traced(scratch, "resumed", "--checkpoint-steps", "0", "--output-dir", f"{scratch}/out")
     step = {function for function in plain[QUIET] if function.thread == "main"}
     checkpoint = set().union(*saving[1:STEPS]) - set().union(*begun[1:STEPS])
     return {
@@ -203,7 +203,7 @@ def main() -> None:
         files = closure(path)
         print(f"| eager imports of {path.relative_to(PACKAGE)} | {len(files)} | {lines(files):,} |")
     print(f"| circles of imports | {len(circles())} | |")
-    print(f"| attributes of Run | {attributes('training/loop.py', 'Loop')} | |")
+    print(f"| attributes of Run | {attributes('training/position.py', 'Position')} | |")
     for function in sorted(found.get(flags.functions or "", ())):
         print(f"{function.file:36} {function.name}")
 

@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
-from hvdtrain.engines.buffers import flatten, floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.horovod import carries_bf16
+from hvdtrain.engines.modules import flatten, floating_buffers
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.checkpoints import Checkpoints
@@ -360,7 +360,7 @@ def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:
             with run.evaluating(N) as mine:
                 if len(losses) == stop and engine.rank == engine.size - 1:
                     run.stopping.monitor.request_stop("the test")
-                    while not run.stopping.stop_requested:  # rank 0 tells all
+                    while not run.stopping.monitor.stop_reason:  # rank 0 tells all
                         time.sleep(0.01)
                 for name, judged in (("loss", net), ("averaged", average)):
                     run.record(**{name: F.mse_loss(judged(X[mine]), Y[mine], reduction="sum")})

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.buffers import running_statistics
+from hvdtrain.engines.modules import prefixes, running_statistics
 from hvdtrain.engines.portable import to_json, unflattened
 from hvdtrain.training import contents
 from hvdtrain.training.checksums import checksum
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.loading import load_registered
-from hvdtrain.training.names import prefixes
 from hvdtrain.training.parts import Content, Part
 from hvdtrain.training.run import Run
 from hvdtrain.training.saved_buffers import persistent_buffers

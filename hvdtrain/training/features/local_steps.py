@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
-from hvdtrain.engines.buffers import floating_buffers
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.modules import floating_buffers
 from hvdtrain.engines.parts import OneRank, RanksOfHost
 from hvdtrain.engines.portable import flattened, unflattened
 from hvdtrain.flags import Flags

@@ -11,10 +11,10 @@ from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import exact
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.modules import own_name, prefixes
 from hvdtrain.flags import Flags
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.feature import Feature
-from hvdtrain.training.names import own_name, prefixes
 from hvdtrain.training.prepared import Prepared
 from hvdtrain.training.run import Run
 from hvdtrain.training.state import TrainState

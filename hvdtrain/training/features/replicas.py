@@ -9,9 +9,9 @@ from torch import nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.modules import named_parameters
 from hvdtrain.training.checksums import checksum
 from hvdtrain.training.feature import Feature
-from hvdtrain.training.names import named_parameters
 from hvdtrain.training.parts import Part
 from hvdtrain.training.run import Run
 from hvdtrain.training.step import Step

@@ -287,7 +287,7 @@ class Stream(Input):
 
     # ---- the position
 
-    def position(self) -> Position | None:
+    def position(self) -> Position:
         if self._reader is None:
             return {"workers": self._workers, "finished": True, "reader": None}
         return {"workers": self._workers, "finished": self._finished, "reader": self._reader.position()}

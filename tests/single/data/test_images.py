@@ -23,7 +23,7 @@ from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models import classifiers as models
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import optim
+from hvdtrain.training import optimizers
 from hvdtrain.training.evaluation import Evaluation
 from hvdtrain.training.features.images import Images, evaluated
 from hvdtrain.training.state import Initial, TrainState
@@ -494,7 +494,7 @@ def test_evaluation_counts_readable_samples_only(engine):
 
 def test_biases_and_norms_do_not_decay():
     model = models.build_model("resnet18", 5, SIDE)
-    built = optim.build("sgd", optim.decay_groups(model), 0.1, 0.9, 5e-5)
+    built = optimizers.build("sgd", optimizers.decay_groups(model), 0.1, 0.9, 5e-5)
     decay = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         norm_or_bias = "bn" in name or "downsample.1" in name or name.endswith("bias")

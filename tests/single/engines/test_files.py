@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import mnist
-from hvdtrain.engines import atomic, files, holders
+from hvdtrain.engines import atomic, files
+from hvdtrain.engines import lock as locks
 from hvdtrain.engines.lock import Lock
 from hvdtrain.launching.exit_codes import run
 
@@ -263,7 +264,7 @@ sys.stdin.read()
 
 def test_with_locks_of_a_mount_the_earlier_of_two_hosts_writes_no_more(locks_of_a_mount, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(holders, "here", lambda: "elsewhere")
+        patch.setattr(locks, "here", lambda: "elsewhere")
         first = Lock(tmp_path, 0)
     second = Lock(tmp_path, 0)
     with pytest.raises(OSError, match=r"a later run, on \S+, writes to "):
@@ -277,7 +278,7 @@ def test_a_lock_without_room_for_its_note_is_a_lock(tmp_path, monkeypatch):
     def full(handle, holder):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(holders, "note", full)
+    monkeypatch.setattr(locks, "note", full)
     lock = Lock(tmp_path, 0)
     lock.require_in_place()
     with pytest.raises(TimeoutError):
@@ -287,7 +288,7 @@ def test_a_lock_without_room_for_its_note_is_a_lock(tmp_path, monkeypatch):
 
 def test_without_locks_the_earlier_of_two_runs_on_two_hosts_writes_no_more(without_locks, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(holders, "here", lambda: "elsewhere")
+        patch.setattr(locks, "here", lambda: "elsewhere")
         first = Lock(tmp_path, 0)
     second = Lock(tmp_path, 0)
     with pytest.raises(OSError, match=r"a later run, on \S+, writes to ") as caught:

@@ -328,6 +328,7 @@ def test_horovods_sums_complete_on_the_gpu_where_there_is_one(nccl, gpus, tuning
     hvd: Any = SimpleNamespace(
         nccl_built=lambda: nccl, init=lambda: seen.append(os.environ.get(name)), mpi_enabled=lambda: True
     )
+    hvd.gloo_built = lambda: True
     hvd.rank = hvd.local_rank = lambda: 0
     hvd.size = hvd.local_size = lambda: 1
     name = "HOROVOD_ENABLE_ASYNC_COMPLETION"

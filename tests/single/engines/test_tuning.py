@@ -6,14 +6,10 @@ import socket
 import pytest
 import torch
 
+from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.gloo import refuse_absent_server, refuse_unknown_own_name
-from hvdtrain.engines.horovod import (
-    ABORT_DELAY,
-    bucket_bytes,
-    buckets,
-    tuned_environment,
-)
+from hvdtrain.engines.tuning import ABORT_DELAY, tuned_environment
 from hvdtrain.training.resume import LOCK_SECONDS
 
 

@@ -21,8 +21,7 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from hvdtrain import training
-from hvdtrain.data.plan import Plan
-from hvdtrain.data.sharding import batches_after, steps_of_batches
+from hvdtrain.data.plan import Plan, batches_after, steps_of_batches
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.training.features.samplers import Drawn
 from tests.single.training import small
