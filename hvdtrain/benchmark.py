@@ -43,7 +43,8 @@ from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
 from hvdtrain.output.clock import Clock
-from hvdtrain.output.rank_times import PHASES, RankTimes
+from hvdtrain.output.metric_names import PHASES
+from hvdtrain.output.rank_times import RankTimes
 from hvdtrain.output.run_output import versions
 from hvdtrain.training import optimizers
 

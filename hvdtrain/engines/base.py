@@ -1,4 +1,5 @@
-"""`Engine`, the interface of all engines: the ranks of one run, their gradients, and the end. See collectives.py, too."""
+"""`Engine`, the interface of all engines: the ranks of one run, their gradients, and the end. See collectives.py and
+broadcasts.py, too."""
 
 import contextlib
 from abc import abstractmethod
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.activity import Activity
-from hvdtrain.engines.collectives import Collectives
+from hvdtrain.engines.broadcasts import Broadcasts
 
 
 class Reduction(NamedTuple):
@@ -33,7 +34,7 @@ class Setting(str):
     __slots__ = ()
 
 
-class Engine(Collectives):
+class Engine(Broadcasts):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
     name: str  # the value of --engine

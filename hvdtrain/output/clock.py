@@ -8,8 +8,8 @@ import torch
 
 from hvdtrain.engines.accelerators import CPU
 from hvdtrain.engines.base import Engine
+from hvdtrain.output.metric_names import PHASES
 from hvdtrain.output.rank_times import (
-    PHASES,
     RankTimes,
     Window,
     added,

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.output.rank_times import PHASES
 
+PHASES = ("loading", "compute", "communication")  # of the time of a step; the rest is reporting
 # Fields of all events. Scripts cannot use these names for recorded values.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.

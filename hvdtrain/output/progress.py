@@ -10,7 +10,8 @@ from datetime import timedelta
 
 from hvdtrain.engines import lines
 from hvdtrain.output import terminal
-from hvdtrain.output.rank_times import PHASES, RankTimes, Window, added, shares
+from hvdtrain.output.metric_names import PHASES
+from hvdtrain.output.rank_times import RankTimes, Window, added, shares
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
 KNOWN_SECONDS = 2.0  # measured time before the time left is estimated

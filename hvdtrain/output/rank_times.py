@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.launching import processes
-
-PHASES = ("loading", "compute", "communication")
+from hvdtrain.output.metric_names import PHASES
 
 
 class RankTimes(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.collectives import lay_state_as_weights
+from hvdtrain.engines.broadcasts import lay_state_as_weights
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import own_name
 from hvdtrain.engines.portable import TENSOR, from_json

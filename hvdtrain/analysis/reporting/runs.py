@@ -16,8 +16,7 @@ from typing import Any
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output import records
-from hvdtrain.output.metric_names import Metric, Series, named_values, number, recorded_metrics, series_of
-from hvdtrain.output.rank_times import PHASES
+from hvdtrain.output.metric_names import PHASES, Metric, Series, named_values, number, recorded_metrics, series_of
 
 Event = dict[str, Any]
 

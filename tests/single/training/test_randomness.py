@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.engines.collectives import Collectives
+from hvdtrain.engines.broadcasts import Broadcasts
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.randomness import Generators
 from tests.single.training.small import Killed, N, X, Y, flags_for
@@ -136,7 +136,7 @@ def test_another_object_than_the_generator_is_refused(tmp_path):
         train(rng=random.SystemRandom())
 
 
-class Ranks(Collectives):
+class Ranks(Broadcasts):
     """In place of an engine: what rank 0 has gathered of several ranks."""
 
     device = torch.device("cpu")

@@ -1,0 +1,101 @@
+"""What rank 0 has, given to all ranks: models, the state of optimizers, nested values."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.collectives import Collectives, Facts
+from hvdtrain.engines.modules import all_tensors
+from hvdtrain.engines.portable import TENSOR, Held, from_json, to_json
+
+
+def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state the memory format of the weights. State that was loaded or received is contiguous, and fused
+    kernels take no two formats at once."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+class Broadcasts(Collectives):
+    """The collectives that are built of `broadcast_`."""
+
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Copy rank 0's parameters and buffers to every rank, also those that a state_dict leaves out."""
+        for name, tensor in all_tensors(model):
+            self.broadcast_(tensor, name)
+
+    def broadcast(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Copy rank 0's parameters, buffers and optimizer state to every rank. Rank 0 is not changed."""
+        self.broadcast_model(model)
+        self.broadcast_optimizer_state(optimizer)
+
+    def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy rank 0's optimizer state and settings to every rank. If rank 0 has no state yet, neither has any rank."""
+        local, sent = optimizer.state_dict(), list[Tensor]()
+
+        def put(tensor: Tensor) -> int:
+            sent.append(tensor)
+            return len(sent) - 1
+
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in local["param_groups"]
+        ]
+        # The structure comes first, so that ranks without state (only rank 0 reads the checkpoint) can receive the rest.
+        # On the CPU: `step` of optimizers that are not fused. On a GPU, each would be read back in every step.
+        plan = to_json([local["state"], settings], put) if self.rank == 0 else None
+        packed, on_cpu = self.broadcast_object(
+            [plan, [tensor.device.type == "cpu" for tensor in sent]], "optimizer.plan"
+        )
+        devices = [torch.device("cpu") if here else self.device for here in on_cpu]
+        state, settings = self.broadcast_tensors(packed, sent.__getitem__, "optimizer", devices.__getitem__)
+        if self.rank != 0:
+            groups = [mine | theirs for mine, theirs in zip(local["param_groups"], settings, strict=True)]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            lay_state_as_weights(optimizer)
+
+    def broadcast_tensors(
+        self, packed: Any, find: Callable[[Any], Tensor], name: str,
+        device_of: Callable[[Any], torch.device] = lambda place: torch.device("cpu"),
+    ) -> Any:  # fmt: skip
+        """Return on every rank the value that `portable.to_json` has made `told` of. A collective.
+
+        find: on rank 0, returns the tensor at a place. device_of: returns where to receive it.
+        """
+
+        def get(held: Held) -> Tensor:
+            place, dtype = held[TENSOR], getattr(torch, held["dtype"])
+            tensor = torch.empty(held["shape"], dtype=dtype, device=device_of(place))
+            if self.rank == 0:
+                tensor.copy_(find(place))
+            self.broadcast_(tensor, f"{name}.{place}")
+            return tensor
+
+        return from_json(packed, get)
+
+    # ---- values
+
+    def broadcast_object(self, value: object, name: str) -> Any:
+        """Return rank 0's `value` on every rank. It must be JSON-serializable; pickle is not used."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        length = torch.tensor([len(text)])
+        self.broadcast_(length, name + ".length")
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.broadcast_(content, name)
+        return json.loads(bytes(content.tolist()))
+
+    def broadcast_nested(self, saved: tuple[list[Facts], Tensor] | None, name: str) -> tuple[list[Facts], Tensor]:
+        """Return on every rank what `all_gather_nested` returned. saved: on rank 0."""
+        ranks, shape = self.broadcast_object(saved and [saved[0], list(saved[1].shape)], name)
+        rows = torch.zeros(shape, dtype=torch.int64)
+        if rows.numel():
+            if saved is not None:
+                rows.copy_(saved[1])
+            self.broadcast_(rows, f"{name}.rows")
+        return ranks, rows
