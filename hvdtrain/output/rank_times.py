@@ -1,13 +1,14 @@
 """What a rank's clock has measured, and how the measurements of all ranks are added up."""
 
+import contextlib
 import os
 import resource
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from hvdtrain.launching import processes
 from hvdtrain.output.metric_names import PHASES
 
 
@@ -77,7 +78,9 @@ def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
     return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
 
 
-def seconds_without_core() -> float:
+def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
     """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
-    turns = processes.turns(os.getpid())
-    return turns.waiting_seconds if turns else 0.0
+    with contextlib.suppress(OSError, ValueError):
+        _, waiting, _ = map(int, (tasks / str(os.getpid()) / "schedstat").read_text().split())
+        return waiting / 1e9
+    return 0.0

@@ -268,13 +268,11 @@ def test_ranks_that_wait_for_cores_are_told_so_before_anything_else():
     assert hint(waits, 100, both)[0] == "communication"
 
 
-def test_seconds_without_a_core_are_read_from_the_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert seconds_without_core() == 0.0
-    thread = tmp_path / "self/task" / str(os.getpid())
-    thread.mkdir(parents=True)
-    (thread / "schedstat").write_text("5000000000 2500000000 7\n")
-    assert seconds_without_core() == 2.5
+def test_seconds_without_a_core_are_read_from_the_kernel(tmp_path):
+    assert seconds_without_core(tmp_path) == 0.0
+    (tmp_path / str(os.getpid())).mkdir()
+    (tmp_path / str(os.getpid()) / "schedstat").write_text("5000000000 2500000000 7\n")
+    assert seconds_without_core(tmp_path) == 2.5
 
 
 def test_a_launcher_whose_output_nobody_reads_is_not_waited_for(monkeypatch, tmp_path):
