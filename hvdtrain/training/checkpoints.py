@@ -27,6 +27,7 @@ from hvdtrain.training.randomness import Generators
 from hvdtrain.training.resume import Resume
 from hvdtrain.training.saved_buffers import Buffers
 from hvdtrain.training.state import TrainState
+from hvdtrain.training.writer import Writer
 
 
 class Checkpoints:
@@ -46,7 +47,7 @@ class Checkpoints:
         self.registered: dict[str, Any] = {}  # what the script has registered, by name; without generators
         self._parts: list[Part] = []
         self._last_good: str | None = None
-        self._writer: checkpoint.Writer | None = None
+        self._writer: Writer | None = None
         self._ends = False  # training is over
 
     def open(self, data: Mapping[str, object]) -> None:
@@ -62,7 +63,7 @@ class Checkpoints:
         except OSError as error:
             message = f"{directory} cannot be moved aside ({error.strerror})"
             raise UserError(f"{message}: name another --output-dir") from error
-        self._writer = checkpoint.Writer(directory, self._keep, self._written, self.resume.lock)
+        self._writer = Writer(directory, self._keep, self._written, self.resume.lock)
 
     # ---- the parts
 

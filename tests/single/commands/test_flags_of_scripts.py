@@ -20,6 +20,7 @@ from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.training import checkpoint
+from hvdtrain.training import writer as writers
 from tests import image_set
 from tests.single.data import fake_mnist
 from tests.single.trained import Trained, trained
@@ -69,8 +70,8 @@ def run(tmp_path_factory) -> Callable[[str], Trained]:
                 make_shards.make(folder / split, root / "shards" / split, per_shard=6, seed=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
-            put = checkpoint.Writer.put  # otherwise a newer one may take the place of one that waits
-            patch.setattr(checkpoint.Writer, "put", lambda self, *what: (put(self, *what), self.flush()))
+            put = writers.Writer.put  # otherwise a newer one may take the place of one that waits
+            patch.setattr(writers.Writer, "put", lambda self, *what: (put(self, *what), self.flush()))
             seen = trained(script, flags.format(root=root), root / name)
         assert seen.code == 0
         return seen

@@ -10,6 +10,7 @@ from torch import nn
 from hvdtrain import export, training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training import checkpoint, reading
+from hvdtrain.training import writer as writers
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import Killed, N, X, Y, flags_for
 
@@ -122,7 +123,7 @@ def test_a_best_snapshot_that_waits_for_the_disk_is_not_replaced(tmp_path, monke
 
     may_write, write = threading.Event(), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *what: (may_write.wait(60), write(*what)))
-    writer = checkpoint.Writer(tmp_path, 1, lambda path, error: None)
+    writer = writers.Writer(tmp_path, 1, lambda path, error: None)
     for step, value in enumerate([0.1, 0.9, 0.2, 0.3], 1):
         best = {"metric": "score", "direction": "max", "value": value}
         writer.put({"format": checkpoint.FORMAT, "best": best, "state": {"step": step}}, {"x": torch.zeros(1)})

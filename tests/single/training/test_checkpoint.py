@@ -16,7 +16,9 @@ import torch
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lock import Lock
+from hvdtrain.output import best
 from hvdtrain.training import checkpoint, reading, verify
+from hvdtrain.training import writer as writers
 from tests.facts import sound_facts
 
 TENSORS = {
@@ -187,7 +189,7 @@ def test_a_lack_of_memory_is_not_a_damage(error, tmp_path, monkeypatch):
     with pytest.raises(Failure, match=r"step-00000006.safetensors cannot be read: not enough memory: free some, or"):
         reading.newest(tmp_path, print)
     with pytest.raises(OSError, match="Cannot allocate memory"):  # the best one might be removed
-        checkpoint.prune(tmp_path, 1)
+        writers.prune(tmp_path, 1)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -221,7 +223,7 @@ def test_what_cannot_be_read_for_now_is_not_removed(tmp_path, monkeypatch):
         return real(path, *mode)
 
     monkeypatch.setattr(Path, "open", fail)
-    writer = checkpoint.Writer(tmp_path, 1, lambda path, error: None)
+    writer = writers.Writer(tmp_path, 1, lambda path, error: None)
     writer.put({**FACTS, "state": {"epoch": 1, "step": 6}}, TENSORS)
     writer.flush()
     assert writer.failed is None
@@ -230,15 +232,15 @@ def test_what_cannot_be_read_for_now_is_not_removed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", [None, "x", [1], float("nan"), 10**400])
 def test_a_value_that_is_no_number_is_not_the_best(value):
-    assert checkpoint.goodness({"best": {"value": value, "direction": "max"}}) == -math.inf
-    assert checkpoint.goodness({"best": {"value": 1, "direction": "min"}}) == -1.0
+    assert best.goodness({"best": {"value": value, "direction": "max"}}) == -math.inf
+    assert best.goodness({"best": {"value": 1, "direction": "min"}}) == -1.0
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("max", 1), ("min", -1)])
 def test_prune_keeps_the_newest_and_the_best(direction, sign, tmp_path):
     values = {2: 0.9 * sign, 3: 0.8 * sign, 5: float("nan")}
     write_some(tmp_path, range(1, 8), lambda step: values.get(step, 0.1 * sign), direction)
-    checkpoint.prune(tmp_path, 2)
+    writers.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 6, 7)]
 
 
@@ -254,7 +256,7 @@ def test_prune_keeps_the_newest_and_the_best(direction, sign, tmp_path):
 def test_automatic_checkpoints_do_not_displace_others(automatic, keep, left, tmp_path):
     for step in range(1, 8):
         checkpoint.write(tmp_path / checkpoint.name_of(step), {**FACTS, "automatic": step in automatic}, TENSORS)
-        checkpoint.prune(tmp_path, keep)
+        writers.prune(tmp_path, keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in left]
 
 
@@ -305,7 +307,7 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_pa
 def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
     told: list[tuple[str, object]] = []
     directory = tmp_path / "file" / "checkpoints"
-    writer = checkpoint.Writer(directory, 2, lambda path, error: told.append((path.name, error and error.errno)))
+    writer = writers.Writer(directory, 2, lambda path, error: told.append((path.name, error and error.errno)))
     (tmp_path / "file").write_text("in the way")
     writer.put({**FACTS, "state": {"step": 1}}, TENSORS)
     writer.flush()

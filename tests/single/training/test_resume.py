@@ -17,6 +17,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.lock import Lock
 from hvdtrain.training import checkpoint, reading
+from hvdtrain.training import writer as writers
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
 from hvdtrain.training.state import Initial
 from tests.e2e.launchers import events, summary
@@ -49,9 +50,9 @@ def test_a_finished_run_started_again_says_the_same(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    directory, put = tmp_path_factory.mktemp("finished"), checkpoint.Writer.put
+    directory, put = tmp_path_factory.mktemp("finished"), writers.Writer.put
     with pytest.MonkeyPatch.context() as patch:  # else a snapshot may replace one that waits for the disk
-        patch.setattr(checkpoint.Writer, "put", lambda self, *snapshot: (put(self, *snapshot), self.flush()))
+        patch.setattr(writers.Writer, "put", lambda self, *snapshot: (put(self, *snapshot), self.flush()))
         assert alone(directory, "--checkpoint-steps 1 --keep 2") == 0
     return directory
 
@@ -276,7 +277,7 @@ def test_training_goes_on_where_nothing_can_be_said(kind, tmp_path, monkeypatch)
         write(path, *rest)
 
     monkeypatch.setattr(checkpoint, "write", fail_once)
-    monkeypatch.setattr(checkpoint, "PATIENCE_SECONDS", 20.0)
+    monkeypatch.setattr(writers, "PATIENCE_SECONDS", 20.0)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, UNWRITABLE[kind]())
     assert alone(tmp_path, "--log-steps 1") == 0
@@ -309,7 +310,7 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
 def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_left(
     tmp_path, monkeypatch, number, remedy
 ):
-    write, put = checkpoint.write, checkpoint.Writer.put
+    write, put = checkpoint.write, writers.Writer.put
 
     def fail_at_the_end(path, *rest):
         if path.name == checkpoint.name_of(4):
@@ -319,7 +320,7 @@ def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_le
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", fail_at_the_end)
         # Else a snapshot may replace one that still waits for the disk, and there is none of step 3.
-        patch.setattr(checkpoint.Writer, "put", lambda self, *snapshot: (put(self, *snapshot), self.flush()))
+        patch.setattr(writers.Writer, "put", lambda self, *snapshot: (put(self, *snapshot), self.flush()))
         with pytest.raises(Failure) as failure:
             alone(tmp_path, "--checkpoint-steps 1")
     place = tmp_path / "checkpoints"

@@ -16,6 +16,7 @@ from hvdtrain.analysis.reporting.runs import read_runs
 from hvdtrain.data import leftovers
 from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.output.best import goodness
 from hvdtrain.training import checkpoint, reading
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
@@ -434,7 +435,7 @@ def test_metrics_are_the_scripts_own(tmp_path, capsys):
     assert run.name
     best = min(evaluations, key=lambda line: line["error"])
     facts = {path: checkpoint.read_facts(path) for path in (tmp_path / "checkpoints").glob("step-*.safetensors")}
-    kept = max(facts.values(), key=checkpoint.goodness)
+    kept = max(facts.values(), key=goodness)
     assert kept["best"] == {"metric": "error", "direction": "min", "value": best["error"]}
 
 
