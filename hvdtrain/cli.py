@@ -267,7 +267,7 @@ def add_fault_tolerance(group: Parser) -> None:
     add("--mirror-timeout", type=non_negative, default=60.0, metavar="SECONDS",
         help="how long the end of the run waits for what is not yet there (default: 60)")
     add("--check-steps", type=count, default=100,
-        help="steps between two checks that the weights are the same on all ranks (default: 100; 0: never)")
+        help="steps between checks that all ranks have the same weights (default: 100; 0: only before a checkpoint)")
     add("--max-skipped", type=count,
         help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)")
     add("--debug-page", type=port, metavar="PORT",

@@ -34,7 +34,7 @@ def explain_failure(log: Path) -> str:
     for index in errors[:3]:
         following = 4 if "CMake Error" in lines[index] else 2
         shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
-    remedy = remedy_of(text, REMEDIES) or "docs/install.md lists what was built and run"
+    remedy = remedy_of(text, REMEDIES) or "docs/evidence/installing.md lists what was built and run"
     # Not a name that another user could guess, and link to a file of this one.
     handle, kept = tempfile.mkstemp(prefix=f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-", suffix=".log")
     with os.fdopen(handle, "wb") as file:

@@ -20,7 +20,7 @@ command=(horovodrun -np "$ranks")
 asked=$transport
 choose_transport
 if ((remote)); then
-    # Without a name, Horovod searches for the interface with services that unpickle what they receive (docs/run.md).
+    # Without a name, Horovod searches for the interface with services that unpickle what they receive (docs/reference/security.md).
     [[ -n $interface ]] || refuse "-H $hosts needs --interface NAME: the interface that joins the hosts"
     [[ $transport == gloo ]] || refuse "--transport mpi between hosts: use mpirun.sh"
     command+=(--gloo --network-interfaces "$interface")

@@ -55,9 +55,9 @@ def turn_on(rank: int, cores: Sequence[tuple[str, Collection[int]]]) -> int | No
 def stay_on(core: int) -> None:
     """Keep this process on a core, with all threads that it has. Does nothing where there is no /proc."""
     with contextlib.suppress(OSError):
-        for thread in Path("/proc/self/task").iterdir():
+        for thread in processes.threads():
             with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread.name), {core})
+                os.sched_setaffinity(thread, {core})
 
 
 def near_gpu(

@@ -33,8 +33,8 @@ class Launcher(NamedTuple):
     mark: str = ""  # a variable that this launcher alone sets, where others set the same rank and size
 
 
-# Innermost launcher first: mpirun inside sbatch sets its own variables in addition to Slurm's. docs/run.md has the
-# sources, and which of them have been run.
+# Innermost launcher first: mpirun inside sbatch sets its own variables in addition to Slurm's. The sources, and which of
+# them have been run: docs/reference/launchers.md.
 LAUNCHERS = (
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", ("HOROVOD_LOCAL_SIZE",)),
     Launcher(

@@ -319,7 +319,7 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
         (
             "[ 10%] x\na.cc:1:2: error: no member 'x'\n|\nb.cc:1: error: later\n",
             "a.cc:1:2: error",
-            "docs/install.md",
+            "docs/evidence/installing.md",
         ),
         ("c++: fatal error: Killed signal terminated program cc1plus\n", "Killed signal", "--jobs 1"),
         ("fatal error: Python.h: No such file or directory\n", "Python.h", "python3-dev"),
@@ -329,7 +329,7 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
             "--mpi wheel",
         ),
         ("/usr/bin/ld: final link failed: No space left on device\n", "No space left", "TMPDIR"),
-        ("nothing telling\n", "nothing telling", "docs/install.md"),
+        ("nothing telling\n", "nothing telling", "docs/evidence/installing.md"),
     ],
 )
 def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path: Path, log: str, shown: str, remedy: str) -> None:
