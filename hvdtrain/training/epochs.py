@@ -7,7 +7,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.checkpoint import Facts
 from hvdtrain.training.loop import Loop
 from hvdtrain.training.parts import Moment
-from hvdtrain.training.position import Length, Phase
+from hvdtrain.training.run_base import Length, Phase
 from hvdtrain.training.state import Best
 
 

@@ -11,12 +11,12 @@ from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.inputs import CHANGES, Input
 from hvdtrain.training.parts import HERE, IN_STEPS
-from hvdtrain.training.position import Phase, Position
+from hvdtrain.training.run_base import Phase, RunBase
 from hvdtrain.training.step import Step
 from hvdtrain.training.stopping import Decision, Stopped
 
 
-class Loop(Position):
+class Loop(RunBase):
     """The steps of a training, and how far it is."""
 
     # ---- how far it is

@@ -27,8 +27,8 @@ from hvdtrain.training import early_end
 from hvdtrain.training.checkpoints import Checkpoints
 from hvdtrain.training.feature import Feature
 from hvdtrain.training.inputs import Kind
-from hvdtrain.training.position import Phase
 from hvdtrain.training.run import Run
+from hvdtrain.training.run_base import Phase
 from hvdtrain.training.sources import Data
 from hvdtrain.training.stopping import Stopped, Stopping
 

@@ -203,7 +203,7 @@ def main() -> None:
         files = closure(path)
         print(f"| eager imports of {path.relative_to(PACKAGE)} | {len(files)} | {lines(files):,} |")
     print(f"| circles of imports | {len(circles())} | |")
-    print(f"| attributes of Run | {attributes('training/position.py', 'Position')} | |")
+    print(f"| attributes of Run | {attributes('training/run_base.py', 'RunBase')} | |")
     for function in sorted(found.get(flags.functions or "", ())):
         print(f"{function.file:36} {function.name}")
 

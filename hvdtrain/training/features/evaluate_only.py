@@ -8,8 +8,8 @@ from torch import Tensor
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.evaluation import Evaluations
 from hvdtrain.training.features.predictions import Predictions, write_predictions
-from hvdtrain.training.position import Length, Phase
 from hvdtrain.training.run import Run
+from hvdtrain.training.run_base import Length, Phase
 from hvdtrain.training.step import Step
 
 

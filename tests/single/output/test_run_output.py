@@ -33,6 +33,24 @@ def test_a_file_system_that_fails_a_seek_costs_lines_not_the_run(engine, tmp_pat
     assert written == ["before", "error", "after"]
 
 
+def test_a_board_that_fails_is_said_once_and_costs_no_event(engine, tmp_path, capfd, monkeypatch):
+    class Failing:
+        def __init__(self, *_):
+            pass
+
+        def event(self, name, fields):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hvdtrain.output.tensorboard.Board", Failing)
+    with RunOutput(engine, tmp_path, progress=False, tensorboard=True) as output:
+        output.open(continued=False)
+        output.event("first")
+        output.event("second")
+    assert capfd.readouterr().err.count("TensorBoard output stops here (No space left on device)") == 1
+    written = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == ["first", "second"]
+
+
 def refuse(word):
     raise ValueError(f"{word} is not JSON")
 

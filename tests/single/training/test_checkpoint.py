@@ -230,6 +230,20 @@ def test_what_cannot_be_read_for_now_is_not_removed(tmp_path, monkeypatch):
     assert len(checkpoint.listed(tmp_path)) == 6
 
 
+def test_a_run_reads_the_header_of_each_earlier_checkpoint_once_and_of_its_own_never(tmp_path, monkeypatch):
+    """It read all of them again after each checkpoint, over the network where --output-dir is."""
+    write_some(tmp_path, (1, 2, 3), lambda step: float(step == 2))
+    read, real = [], checkpoint.read_facts
+    monkeypatch.setattr(checkpoint, "read_facts", lambda path: (read.append(path.name), real(path))[1])
+    writer = writers.Writer(tmp_path, 2, lambda path, error: None)
+    for step, value in ((4, 0.5), (5, 2.0), (6, 0.1), (7, 0.1), (8, 0.1)):
+        best = {"metric": "x", "direction": "max", "value": value}
+        writer.put({**FACTS, "state": {**FACTS["state"], "step": step}, "best": best}, TENSORS)
+        writer.flush()
+    assert sorted(read) == [checkpoint.name_of(step) for step in (1, 2, 3)]
+    assert [path.name for path in checkpoint.listed(tmp_path)] == [checkpoint.name_of(step) for step in (8, 7, 5)]
+
+
 @pytest.mark.parametrize("value", [None, "x", [1], float("nan"), 10**400])
 def test_a_value_that_is_no_number_is_not_the_best(value):
     assert best.goodness({"best": {"value": value, "direction": "max"}}) == -math.inf

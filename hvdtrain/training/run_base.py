@@ -45,7 +45,7 @@ class Length(NamedTuple):
         return {"epochs": self.epochs, "steps": self.steps}
 
 
-class Position:
+class RunBase:
     """The parts of a training, and where its script is.
 
     `Loop` adds the steps, `Epochs` the epochs, `Evaluating` evaluations, and `Run`, which a script uses, all else.
