@@ -67,8 +67,7 @@ sys.exit(number < 3)
 """
 
 
-@pytest.mark.parametrize("earlier", [True, False])
-@pytest.mark.parametrize("resume", ["never", "elsewhere/step-00000005.safetensors"])
+@pytest.mark.parametrize(("resume", "earlier"), [("never", True), ("elsewhere/step-00000005.safetensors", False)])
 def test_a_restart_continues_what_the_job_has_written_also_if_it_was_to_start_over(resume, earlier, tmp_path):
     """It said "from step-00000006", and began at the beginning again, in each attempt."""
     (tmp_path / "program.py").write_text(STARTS_OVER)
