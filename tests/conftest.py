@@ -1,11 +1,13 @@
 """For all tests, in whatever process pytest runs."""
 
+import gc
 import os
 import signal
 import sys
 
 import pytest
 
+from hvdtrain.launching import startup
 from tests.hidden_gpus import HIDDEN
 
 # Before any test imports torch; what a test starts inherits it.
@@ -16,6 +18,14 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, whose training is to ignore it; tests send it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# As in a command: what is imported stays, and the collector would examine torch's objects again and again, at the exit, too.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    startup.freeze()
+    gc.enable()
 
 
 # The files that take longest come first, so that no worker is left with one at the end: those that compute, and those that
