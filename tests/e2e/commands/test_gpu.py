@@ -38,6 +38,7 @@ def test_the_script_runs_its_tests_and_rates_on_processors(tmp_path):
     assert measured == list(rows())
 
 
+@pytest.mark.slow
 def test_without_a_gpu_each_is_skipped_with_the_reason_in_sight():
     done = launch(f"{PYTHON} -m pytest -q -m gpu -p no:cacheprovider tests/gpu -k sum_of", cwd=ROOT, **dict(os.environ))
     assert done.code == 0, done

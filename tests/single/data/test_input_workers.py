@@ -73,7 +73,8 @@ if __name__ != '__main__':
 }  # fmt: skip
 
 
-SLOW = {"-m NAME"}  # after it has the name, the server does as with a file
+# After it has the name, the server does as with a file. Of a server that has ended, another test has the line.
+SLOW = {"-m NAME", "whose import ends the server"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in PROGRAMS])
