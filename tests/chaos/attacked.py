@@ -33,7 +33,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
 from hvdtrain.hangs import peers
 from hvdtrain.launching import exit_codes, processes
-from hvdtrain.training import checkpoint, checkpoints, contents, evaluation
+from hvdtrain.training import checkpoint, checkpoints, contents, evaluation, writer
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 STRUCK = Path(os.environ.get("STRUCK", os.devnull))
@@ -143,7 +143,7 @@ before(evaluation.Evaluations, "_go_on", "evaluating")
 before(checkpoints.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(atomic, "sync_directory", "directory")
-before(checkpoint, "prune", "prune")
+before(writer, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch
 real_save, real_snapshot = checkpoints.Checkpoints.save, contents.snapshot
