@@ -138,10 +138,9 @@ def load(flags: Flags, run: training.Run) -> text.Text:
                 f"the text is too short: {windows} sequences of --context {context} in its first 90 %, {run.size} ranks"
             )
             raise UserError(f"{message}: use a longer text, or a smaller --context")
-        if run.checkpoints.resume.facts is not None and "vocabulary" in (
-            held := run.checkpoints.resume.facts["registered"]
-        ):
-            data.vocabulary.load_state_dict(held["vocabulary"])  # here, as its error is clearer than one about shapes
+        facts = run.checkpoints.resume.facts
+        if facts is not None and "vocabulary" in facts["registered"]:
+            data.vocabulary.load_state_dict(facts["registered"]["vocabulary"])  # a clearer error than one about shapes
     run.describe_data(data.name, data.reason, sha256=data.sha256, train_tokens=len(data.train))
     return data
 

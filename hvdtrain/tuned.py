@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli import Parser
+from hvdtrain.cli import Parser, number
 from hvdtrain.data import compile_cache
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
@@ -36,13 +36,7 @@ NAME = "hvdtrain.tuned"
 
 def seconds(text: str) -> float | str:
     """Return "auto" or a number of seconds. Raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if text != "auto" and not 0 < value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a number of seconds above 0, nor auto")
-    return "auto" if text == "auto" else value
+    return text if text == "auto" else number(text, "of seconds above 0, nor auto", lambda value: 0 < value <= 1e9)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

@@ -4,6 +4,7 @@ torch's own place is torchinductor_USER in the directory for temporary files. An
 """
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -17,7 +18,6 @@ from hvdtrain.launching.import_hook import ImportHook
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}  # read at the first compilation
 # Some of its files torch keeps in its own place whatever the variables say, such as compiled headers.
 PLACES = ("torch._inductor.runtime.cache_dir_utils", "torch._inductor.runtime.runtime_utils")  # modules that know it
-_hooks: list[ImportHook] = []
 
 
 def use_private(*, needed: bool = False) -> None:
@@ -36,8 +36,14 @@ def use_private(*, needed: bool = False) -> None:
         if kept is None:
             return
         os.environ.update({name: str(kept / VARIABLES[name]) for name in unset})
-    if not _hooks:
-        _hooks.extend(ImportHook(name, redirect) for name in PLACES)
+    redirect_places()
+
+
+@functools.cache  # once in this process
+def redirect_places() -> None:
+    """Replace torch's own place when it is imported."""
+    for name in PLACES:
+        ImportHook(name, redirect)
 
 
 def redirect(module: ModuleType) -> None:

@@ -195,8 +195,7 @@ def collate(samples: list[tuple[Tensor, int, int]], corrupt: list[CorruptSample]
     If there are none: one black image that does not count, because an empty batch would fail in batch norm.
     """
     if not samples:
-        return Loaded(
-            torch.zeros(1, 3, side, side, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0, corrupt, []
-        )
+        black = torch.zeros(1, 3, side, side, dtype=torch.uint8)
+        return Loaded(black, torch.zeros(1, dtype=torch.int64), 0, corrupt, [])
     images, labels, indices = zip(*samples, strict=True)
     return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt, list(indices))

@@ -105,15 +105,11 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
             if found is None:
                 keep(directory, stem, paths, kind, size, given)
                 found = cached(directory, stem)
-    if (
-        directory is not None
-        and found is not None
-        and checksum(found[0], zlib.crc32(found[1].numpy().data)) != found[0].crc
-    ):
-        # A disk lost them, or someone wrote there. Otherwise as many zeros would be trained on.
-        with contextlib.suppress(OSError):
-            (directory / f"{stem}.json").unlink()
-        found = None
+        if found is not None and checksum(found[0], zlib.crc32(found[1].numpy().data)) != found[0].crc:
+            # A disk lost them, or someone wrote there. Otherwise as many zeros would be trained on.
+            with contextlib.suppress(OSError):
+                (directory / f"{stem}.json").unlink()
+            found = None
     if found is None:
         parts: list[Tensor] = []
         found = convert(paths, kind, size, given, parts.append), torch.cat(parts)

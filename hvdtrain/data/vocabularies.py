@@ -73,9 +73,9 @@ class Bytes(Vocabulary):
 
     def encode(self, text: str | bytes) -> Tensor:
         text = text.encode() if isinstance(text, str) else text
-        return (
-            torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else torch.zeros(0, dtype=torch.int64)
-        )
+        if not text:  # which torch.frombuffer refuses
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(tokens).decode(errors="replace")

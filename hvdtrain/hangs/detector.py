@@ -142,9 +142,8 @@ class Detector:
         """Print a line, once, if a rank has worked for longer than its phase may take, and than ten steps."""
         for rank, report in reports.items():
             known = self.timeouts.phase(Phase(report.phase), self.longest)
-            if report.collective is None and report.stalled >= max(
-                known, TIMES_STEP * self.timeouts.step(self.longest)
-            ):
+            long = max(known, TIMES_STEP * self.timeouts.step(self.longest))
+            if report.collective is None and report.stalled >= long:
                 self._reported = True
                 limit = self.timeouts.working(self.longest)
                 say_within(

@@ -107,11 +107,8 @@ def diagnose_hang(
     late = [rank for rank, report in outside.items() if left(report) <= 0]
     if late:
         blamed = reports[late[0]]
-        advice = (
-            ""
-            if remedy == TO_ANNOUNCE and blamed.phase not in MAY_BE_ALONE
-            else remedy.format(seconds=2 * blamed.stalled)
-        )
+        helps = remedy != TO_ANNOUNCE or blamed.phase in MAY_BE_ALONE
+        advice = remedy.format(seconds=2 * blamed.stalled) if helps else ""
         return Diagnosis(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{advice}")
     if silent:
         return Diagnosis(None, min(left(report) for report in [mine, *outside.values()]), excused)

@@ -37,11 +37,8 @@ class Starting:
         at = f"at {Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         if self.engine is None:
             return f"waits for the other ranks to start the engine, {at}"
-        return (
-            f"waits for the other ranks in {self.engine.activity.collective}"
-            if self.engine.activity.collective
-            else f"is {at}"
-        )
+        collective = self.engine.activity.collective
+        return f"waits for the other ranks in {collective}" if collective else f"is {at}"
 
 
 @contextlib.contextmanager

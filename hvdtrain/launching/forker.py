@@ -262,7 +262,8 @@ def become_rank(connection: socket.socket, asked: Request, streams: Sequence[int
         os.close(stream)
     # A program that handles SIGTERM can still save a checkpoint.
     processes.end_with_parent(forker, signal.SIGTERM)
-    (processes.PROXY if asked.proxy else processes.STARTERS)[:] = [peer(connection)[0]]
+    asker = peer(connection)[0]
+    processes.starter, processes.proxy = (None, asker) if asked.proxy else (asker, None)
     for number in HANDED_ON:
         signal.signal(number, signal.SIG_IGN if number in asked.ignored else signal.SIG_DFL)
     if signal.SIGINT not in asked.ignored:

@@ -24,8 +24,9 @@ WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; other
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(benchmark|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-STARTERS: list[int] = []  # in a forked rank: the pid of its starter
-PROXY: list[int] = []  # in a rank of a fork server: the pid of the client that the launcher started in its place
+# In a forked rank, a pid: of its starter, or of the client that the launcher has started in its place.
+starter: int | None = None
+proxy: int | None = None
 
 
 class Process(NamedTuple):
@@ -125,7 +126,7 @@ def pid_namespace() -> str:
 
 def began() -> int:
     """Return the start time of this process, or of the starter that forked it, in clock ticks since boot."""
-    found = stat((STARTERS or PROXY or [os.getpid()])[0]) or stat(os.getpid())
+    found = stat(starter or proxy or os.getpid()) or stat(os.getpid())
     assert found is not None
     return found.started
 
@@ -190,7 +191,7 @@ def launchers() -> list[Process]:
     """
     chain: list[Process] = []
     top = 0
-    found = stat((PROXY or [os.getpid()])[0])
+    found = stat(proxy or os.getpid())
     while found is not None and len(chain) < MOST_ANCESTORS and (parent := found.parent) > 1:
         found = stat(parent)
         if found is None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 from hvdtrain.engines.lines import put
 from hvdtrain.launching import run_script
 
-_ends: list[tuple[int, dict[str, object]]] = []  # one, in a rank whose program has ended: exit code and namespace
+_ended: tuple[int, dict[str, object]] | None = None  # in a rank whose program has ended: its exit code and namespace
 
 
 def prepare() -> None:
@@ -33,6 +33,7 @@ def run(program: run_script.Program, report: Callable[[int], object]) -> NoRetur
     report: called with the exit code as soon as the program has failed, because exit handlers may wait for other ranks
     (`hvd.shutdown`).
     """
+    global _ended
     code = 0
     try:
         run_script.run(program)
@@ -47,7 +48,7 @@ def run(program: run_script.Program, report: Callable[[int], object]) -> NoRetur
     if code != 0:
         with contextlib.suppress(OSError):  # nobody hears it any more
             report(code if code > 0 else 128 - code)
-    _ends.append((code, program.main.__dict__))
+    _ended = code, program.main.__dict__
     sys.exit(code)
 
 
@@ -63,9 +64,9 @@ def code_of(left: SystemExit) -> int:
 
 def _end() -> None:
     """Flush the program's open files, drop its objects, and end the process with its exit code."""
-    if not _ends:  # not a rank
+    if _ended is None:  # not a rank
         return
-    code, namespace = _ends[0]
+    code, namespace = _ended
     namespace.clear()
     gc.collect()  # calls the finalizers of the program's objects
     for each in gc.get_objects():  # not those from before the fork, which are frozen

@@ -122,10 +122,9 @@ class GPT(nn.Module):
         Counted as in arXiv:2204.02311, appendix B: 6 per weight of a matrix product, and 12 * width * context per layer for
         the two products of attention. (Causal attention needs only half of the latter.)
         """
-        matrices = sum(block_weight.numel() for block_weight in self.blocks.parameters() if block_weight.ndim > 1)
-        return (
-            6 * (matrices + self.tokens.weight.numel()) + 12 * self.sizes.layers * self.sizes.width * self.sizes.context
-        )
+        sizes, head = self.sizes, self.tokens.weight.numel()
+        matrices = sum(weight.numel() for weight in self.blocks.parameters() if weight.ndim > 1)
+        return 6 * (matrices + head) + 12 * sizes.layers * sizes.width * sizes.context
 
     def continued(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> Iterator[int]:
         """Yield `count` tokens that continue `tokens` (at least one), sampled with a separate generator.

@@ -133,7 +133,7 @@ from hvdtrain import mnist
 from hvdtrain.engines import launchers
 from hvdtrain.launching import exit_codes, processes
 with pathlib.Path({str(tmp_path / "forked")!r}).open("a") as forked:
-    forked.write("01"[bool(processes.PROXY)])
+    forked.write("01"[bool(processes.proxy)])
 once, steps = pathlib.Path({str(tmp_path / "once")!r}), iter(range(10**6))
 begin = activity.Activity.begin_step
 def dies(self, step):

@@ -25,7 +25,7 @@ FACTS = """
 facts = dict(pid=os.getpid(), parent=os.getppid(), argv=sys.argv[1:], name=__name__, directory=os.getcwd())
 facts |= dict(mine=os.environ.get("MINE"), server=os.environ.get("OF_SERVER"), group=os.getpgrp(), typed=sys.stdin.read())
 processes = sys.modules.get("hvdtrain.launching.processes")
-facts |= dict(proxy=processes.PROXY if processes else [])
+facts |= dict(proxy=processes.proxy if processes else None)
 print(json.dumps(facts))
 print("said", file=sys.stderr)
 sys.exit(7)
@@ -79,7 +79,7 @@ def test_a_rank_is_what_its_client_was(server):
         assert (found["mine"], found["server"], found["name"]) == ("x y", None, "__main__")
         assert (found["directory"], found["typed"]) == (str(ROOT), "a line\n")
         assert found["parent"] == some.process.pid  # forked, with all that the server has imported
-        assert found["proxy"] == [found["client"]]
+        assert found["proxy"] == found["client"]
         assert found["group"] == found["pid"]
 
 

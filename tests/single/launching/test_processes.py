@@ -81,7 +81,7 @@ def test_all_up_to_the_topmost_launcher_are_missed_and_none_above(proc, monkeypa
     fake(proc, 6, 5, "python x.py")
 
     def of(pid: int) -> list[Process]:
-        monkeypatch.setattr(processes, "PROXY", [pid])  # as if the launcher had started it in the place of this rank
+        monkeypatch.setattr(processes, "proxy", pid)  # as if the launcher had started it in the place of this rank
         return launchers()
 
     assert [process.pid for process in of(6)] == [5, 4, 3]
@@ -112,7 +112,7 @@ def test_a_forked_rank_began_when_its_starter_did(proc, monkeypatch):
     fake(proc, os.getpid(), 1, "python -m hvdtrain.mnist")
     fake(proc, 7, 1, "python -m hvdtrain.starter")
     assert processes.began() == os.getpid() * 10
-    monkeypatch.setattr(processes, "STARTERS", [7])
+    monkeypatch.setattr(processes, "starter", 7)
     assert processes.began() == 70
-    monkeypatch.setattr(processes, "STARTERS", [8])  # it has ended
+    monkeypatch.setattr(processes, "starter", 8)  # it has ended
     assert processes.began() == os.getpid() * 10
