@@ -8,11 +8,6 @@ still be running, or have been killed. The page (report.html) needs no network a
 time of the command: repeat the command to update it.
 """
 
-from hvdtrain.launching import startup
-
-if __name__ == "__main__":
-    startup.begin()
-
 from collections.abc import Sequence
 from pathlib import Path
 
