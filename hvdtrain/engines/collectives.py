@@ -20,6 +20,8 @@ from hvdtrain.engines.portable import flattened
 
 Facts = dict[str, Any]  # JSON
 
+FIRST_BYTES = 248  # of an object, which travel with its length
+
 
 class Collectives(ABC):
     """The collectives of an engine."""
@@ -59,10 +61,22 @@ class Collectives(ABC):
         self.all_reduce_(torch.zeros(1), "sum", "barrier")
 
     def all_gather_object(self, value: object, name: str) -> list[Any]:
-        """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used."""
+        """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used.
+
+        One collective; two, if the JSON of a rank is longer than FIRST_BYTES.
+        """
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.all_gather(torch.tensor([len(text)]), name + ".length")[:, 0].tolist()
-        return [json.loads(bytes(theirs.tolist())) for theirs in self.all_gather_rows(text, lengths, name)]
+        first = torch.zeros(8 + FIRST_BYTES, dtype=torch.uint8)  # the length, and what of the text has room
+        first[:8] = torch.tensor([len(text)]).view(torch.uint8)
+        first[8 : 8 + len(text)] = text[:FIRST_BYTES]
+        everyone = self.all_gather(first, name)
+        lengths = [int(theirs[:8].view(torch.int64)) for theirs in everyone]
+        texts = [bytes(theirs[8 : 8 + length].tolist()) for theirs, length in zip(everyone, lengths, strict=True)]
+        if max(lengths) > FIRST_BYTES:
+            rest = [max(0, length - FIRST_BYTES) for length in lengths]
+            rows = self.all_gather_rows(text[FIRST_BYTES:], rest, f"{name}.rest")
+            texts = [one + bytes(row.tolist()) for one, row in zip(texts, rows, strict=True)]
+        return [json.loads(one) for one in texts]
 
     def all_gather_rows(self, rows: Tensor, lengths: Sequence[int], name: str) -> list[Tensor]:
         """Return the rows of each rank. lengths: number of rows of each rank, not all 0. The rest must be the same."""

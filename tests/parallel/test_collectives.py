@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hvdtrain.engines.collectives import FIRST_BYTES
 from hvdtrain.engines.errors import Failure, UserError
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
@@ -47,10 +48,19 @@ def test_broadcast(engine, shape, dtype):
     assert torch.equal(tensor, data(0, dtype, shape))
 
 
-def test_gather_takes_values_of_any_length(engine):
-    value = {"rank": engine.rank, "text": "é" * 50 * engine.rank, "none": None}
-    expected = [{"rank": rank, "text": "é" * 50 * rank, "none": None} for rank in range(engine.size)]
-    assert engine.all_gather_object(value, "values") == expected
+@pytest.mark.parametrize("length", [0, 10, 1000])
+def test_gather_takes_values_of_any_length(engine, length):
+    def of(rank):
+        return {"rank": rank, "text": "é" * length * rank, "none": None}
+
+    assert engine.all_gather_object(of(engine.rank), "values") == [of(rank) for rank in range(engine.size)]
+
+
+def test_gather_takes_values_that_just_have_room(engine):
+    """The length of the JSON at the limit of what one collective takes; rank 0's is two bytes shorter."""
+    for length in (FIRST_BYTES - 1, FIRST_BYTES, FIRST_BYTES + 1, FIRST_BYTES + 2):
+        texts = ["x" * (length - 2 - 2 * (rank == 0)) for rank in range(engine.size)]
+        assert engine.all_gather_object(texts[engine.rank], "values") == texts
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
