@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvdtrain.data import fork_server, leftovers
 from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
@@ -29,6 +31,7 @@ from hvdtrain.engines.errors import Failure
 
 PREFETCH = 2  # batches that each worker keeps ready
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_begun: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
 
 
 class Loaded(NamedTuple):
@@ -92,6 +95,21 @@ def _end_workers() -> None:
         worker.kill()
 
 
+def end_workers() -> None:
+    """End the workers of iterators that were not read to their end, as where a training has failed.
+
+    The garbage collector would find these later, in a process that goes on. It closes their queues first, so that torch
+    waits ten seconds for each worker, and leaves them running, because they ignore its SIGTERM.
+    """
+    for batches in [each for each in _begun if not each._shutdown]:
+        for worker in batches._workers:
+            worker.terminate = worker.kill  # type: ignore[method-assign] # they ignore SIGTERM
+            # Not beside a thread that pins memory, for which torch waits: it may need a lock that this worker holds.
+            if not batches._pin_memory:
+                worker.kill()
+        batches._shutdown_workers()
+
+
 def default_workers(cores: int, device: torch.device) -> int:
     """Return the number of DataLoader workers for a rank with `cores` cores: cores - 1 with a GPU, cores / 4 without."""
     return max(1, cores - 1 if device.type == "cuda" else cores // 4)
@@ -153,7 +171,13 @@ class _Batches(DataLoader[Any]):
 
 
 def while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield from an iterator of a DataLoader. Raises Failure if a worker ends."""
+    """Return what yields from an iterator of a DataLoader, and raises Failure if a worker ends."""
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        _begun.add(batches)
+    return _while_workers_live(batches)
+
+
+def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except (RuntimeError, EOFError, ConnectionError) as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -271,3 +272,5 @@ def carried_out(run: Run, end_mirror: Callable[[Callable[[], None]], None]) -> I
             end_mirror(run.stopping.heartbeat)
         for feature in run.features.all:
             feature.close(failed=failed)
+        if loading := sys.modules.get("hvdtrain.data.loading"):  # else there are no workers
+            loading.end_workers()

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 
 import pytest
-import torch
 
 from hvdtrain.engines.start import start
 
@@ -21,15 +20,6 @@ from hvdtrain.engines.start import start
 def engine():
     with start(os.environ.get("HVDTRAIN_TEST_ENGINE", "horovod"), device="cpu") as engine:
         yield engine
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _workers_of_failed_runs_end_soon():
-    """The iterators of a run that has failed are left to the garbage collector, which closes their queues first. Then torch
-    waits this long for each worker to read that it should end: on every rank, and in any later test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,14 +14,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from hvdtrain import training
 from hvdtrain.data import fork_server, loading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import loaders
 from hvdtrain.training import parser as parser_of_training
+from tests.single.training.small import flags_for
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -201,6 +203,21 @@ def test_a_worker_that_is_killed_is_one_line_and_no_bad_input():
         list(batches)
     assert caught.value.exit_code == 1
     assert not caught.value.everywhere
+
+
+def test_the_workers_of_a_training_that_has_failed_end_with_it():
+    """The garbage collector found them later, in a notebook, and torch waited ten seconds for each."""
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyError) as caught, training.start(flags_for("--batch-size", "4")) as run:
+        net = torch.nn.Linear(1, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(DataLoader(TensorDataset(torch.ones(400, 1)), 4, num_workers=2)):
+                for _ in step.batches():
+                    assert len(set(multiprocessing.active_children()) - before) == 2
+                    raise KeyError("its own")
+    assert set(multiprocessing.active_children()) <= before
+    del caught  # whose traceback holds the iterator
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])

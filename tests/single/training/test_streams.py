@@ -140,13 +140,6 @@ def flags_for(*argv, epochs=2):
     return small.flags_for(*argv, epochs=epochs, batch_size=4)
 
 
-@pytest.fixture(autouse=True)
-def _workers_of_killed_runs_end_soon(monkeypatch):
-    """A run that is killed within this process leaves iterators to the garbage collector. It closes their queues first, and
-    then torch waits this long for each worker to read that it should end."""
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
-
-
 def train(flags, loader, each=lambda step: None, steps=None):
     """Return the samples by epoch, and the weights."""
     seen = {}
