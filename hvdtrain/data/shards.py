@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -158,10 +158,44 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     return value
 
 
+class Indexed(NamedTuple):
+    """What all ranks know of one shard, besides its table."""
+
+    number: int  # in the list of all shards
+    samples: int
+    size: int  # bytes
+    problem: str | None
+    digest: str
+
+
 def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -> tuple[Shards, dict[str, object]]:
     """Return indexed shards and the facts that identify them. The ranks share the work of indexing. A collective.
 
     expected: the number of samples of each shard, where it is known. Raises UserError on every rank.
+    """
+    mine, made = index_share(engine, names)
+    shards, tables, made_in_all = gather(engine, mine, made)
+    damaged, identity = [], {}
+    for shard, short in zip(shards, short_names(names), strict=True):
+        name, wanted = names[shard.number], expected[shard.number]
+        stated = shard.samples if wanted is None else wanted
+        if shard.samples > stated:  # it may have lost samples, but not gained any
+            given = f"sizes.json gives {name} {stated} samples, and it has {shard.samples:,}"
+            raise UserError(f"{given}: create it again, or remove it", everywhere=True)
+        if shard.problem is not None or shard.samples < stated:
+            why_not = shard.problem or f"{shard.samples} samples of {stated}"
+            damaged.append(CorruptSample(name, why_not, lost=max(1, stated - shard.samples)))
+        identity[short] = f"{shard.samples} samples in {shard.size} bytes ({shard.digest[:16]})"
+    if engine.rank == 0 and made_in_all:
+        engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
+    sizes = torch.tensor([len(table) for table in tables], dtype=torch.int64)
+    return Shards(names, sizes, torch.cat(tables), damaged), {"shards": len(names), **identity}
+
+
+def index_share(engine: Engine, names: list[str]) -> tuple[dict[int, ShardIndex], int]:
+    """Return the indexes of this rank's share of the shards, by number, and how many were created now.
+
+    A collective in rounds, so that no rank appears to hang. Raises UserError on every rank.
     """
     mine: dict[int, ShardIndex] = {}
     made, waiting, seconds = 0, list(range(len(names)))[engine.rank :: engine.size], 2.0
@@ -174,36 +208,25 @@ def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -
                 made += new
         left = int(engine.sum(torch.tensor([len(waiting)]), "index.left").item())
         if left == 0:
-            break
+            return mine, made
         if engine.rank == 0:
             lines.say(f"indexing shards, once: {left:,} of {len(names):,} to go")
         seconds = min(2 * seconds, LONGEST_ROUND)
 
+
+def gather(engine: Engine, mine: dict[int, ShardIndex], made: int) -> tuple[list[Indexed], list[Tensor], int]:
+    """Return what all ranks have indexed, in the order of the shards, the tables, and the sum of `made`. A collective."""
     rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)
-    facts = [[number, len(each.table), each.size, each.problem, each.digest()] for number, each in mine.items()]
+    facts = [Indexed(n, len(each.table), each.size, each.problem, each.digest()) for n, each in mine.items()]
     gathered = engine.all_gather_object([facts, made], "index.facts")
-    lengths = [sum(fact[1] for fact in theirs) for theirs, _ in gathered]
-    parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * len(gathered)
-    tables: dict[int, Tensor] = {}
-    for (theirs, _), part in zip(gathered, parts, strict=True):
-        counts = [fact[1] for fact in theirs]
-        tables |= {fact[0]: table for fact, table in zip(theirs, part.split(counts), strict=True)}
-    damaged, identity = [], {}
-    everything = sorted(fact for theirs, _ in gathered for fact in theirs)
-    for (number, samples, size, problem, digest), short in zip(everything, short_names(names), strict=True):
-        stated = expected[number] if expected[number] is not None else samples
-        if samples > stated:  # it may have lost samples, but not gained any
-            given = f"sizes.json gives {names[number]} {stated} samples, and it has {samples:,}"
-            raise UserError(f"{given}: create it again, or remove it", everywhere=True)
-        if problem is not None or samples < stated:
-            why_not = problem or f"{samples} samples of {stated}"
-            damaged.append(CorruptSample(names[number], why_not, lost=max(1, stated - samples)))
-        identity[short] = f"{samples} samples in {size} bytes ({digest[:16]})"
-    if engine.rank == 0 and (made_in_all := sum(made for _, made in gathered)):
-        engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
-    in_order = [tables[number] for number in range(len(names))]
-    sizes = torch.tensor([len(table) for table in in_order], dtype=torch.int64)
-    return Shards(names, sizes, torch.cat(in_order), damaged), {"shards": len(names), **identity}
+    shards = [[Indexed(*each) for each in theirs] for theirs, _ in gathered]
+    lengths = [sum(each.samples for each in theirs) for theirs in shards]
+    parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * engine.size
+    tables: dict[Indexed, Tensor] = {}
+    for theirs, part in zip(shards, parts, strict=True):
+        tables |= zip(theirs, part.split([each.samples for each in theirs]), strict=True)
+    in_order = sorted(tables, key=lambda each: each.number)
+    return in_order, [tables[each] for each in in_order], sum(made for _, made in gathered)
 
 
 def short_names(names: list[str]) -> list[str]:
