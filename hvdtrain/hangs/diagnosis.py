@@ -69,56 +69,85 @@ def diagnose_hang(
     names: name of each rank. asker: the rank that asked; it must have a report. stopped: ranks without a report that are
     known to be stopped (SIGSTOP); the job is ended without waiting for them. remedy: one of the above, or nothing.
     """
-    reports = dict(sorted(reports.items()))  # who comes first is named first
-    starved = sum(report.starved for report in reports.values())  # ranks may have waited for each other
-    mine = reports[asker]
-    excused = min(starved, MOST_STARVED * mine.limit)
+    hang = _Hang(reports, names, asker, stopped, remedy)
+    return hang.different() or hang.no_answer() or hang.late() or hang.wait() or hang.all_in_a_collective()
 
-    def left(report: Report) -> float:
-        return report.limit + min(starved, MOST_STARVED * report.limit) - report.stalled
 
-    def named(ranks: Sequence[int]) -> str:
-        return " and ".join(names[rank] for rank in ranks)
+class _Hang:
+    """What the asker knows of a job without progress. Methods return None where there is no such case."""
 
-    if mine.phase in (STEP.name, UPDATED.name):
-        since = f"; no step for {mine.stalled:.0f} s after step {mine.step}"
-    else:
-        since = f"; no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
-    if (different := different_collectives(reports, names)) is not None:
-        return Diagnosis(different + since)
-    silent = [rank for rank in range(len(names)) if rank not in reports]
-    # Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase.
-    # Between epochs, only a rank that answers has the longer limit.
-    asker_limit = mine.limit / TIMES_STEP if mine.phase == BETWEEN.name else mine.limit
-    if silent and (set(silent) & set(stopped) or left(mine._replace(limit=asker_limit)) <= 0):
-        deaf = [rank for rank in silent if rank in stopped]
-        advice = "" if deaf or remedy == TO_ANNOUNCE else remedy.format(seconds=2 * mine.stalled)
-        return Diagnosis(
-            f"{named(deaf or silent)} does not answer (stopped, spinning outside Python, or cut off){since}{advice}"
-        )
-    # On a GPU, collectives are only queued. A rank that is ahead of another has queued that one's collective, and waits for
-    # its GPU at some later line: to read a value, or because the queue is full.
-    behind = min(report.step for report in reports.values())
-    outside = {
-        rank: report
-        for rank, report in reports.items()
-        if report.collective is None and not (report.asynchronous and report.step > behind)
-    }
-    late = [rank for rank, report in outside.items() if left(report) <= 0]
-    if late:
-        blamed = reports[late[0]]
-        helps = remedy != TO_ANNOUNCE or blamed.phase in MAY_BE_ALONE
-        advice = remedy.format(seconds=2 * blamed.stalled) if helps else ""
-        return Diagnosis(f"{named(late)} keeps the others waiting, at {blamed.at}{since}{advice}")
-    if silent:
-        return Diagnosis(None, min(left(report) for report in [mine, *outside.values()]), excused)
-    if outside:
-        return Diagnosis(None, min(map(left, outside.values())), excused)
-    # All ranks are in a collective. The last one may have entered it just now.
-    longest = max(map(left, reports.values()))
-    if longest > 0:
-        return Diagnosis(None, longest, excused)
-    last = [rank for rank, report in reports.items() if report.step == behind]
-    if len(last) < len(reports):
-        return Diagnosis(f"{named(last)} is behind, at {reports[last[0]].at}{since}")
-    return Diagnosis(f"all ranks wait in a collective ({mine.collective}): look at the network between them{since}")
+    def __init__(
+        self, reports: Mapping[int, Report], names: Sequence[str], asker: int, stopped: Collection[int], remedy: str
+    ):
+        self.reports, self.names, self.mine = dict(sorted(reports.items())), names, reports[asker]
+        self.starved = sum(report.starved for report in reports.values())  # ranks may have waited for each other
+        self.silent = [rank for rank in range(len(names)) if rank not in reports]
+        self.stopped = [rank for rank in self.silent if rank in stopped]
+        self._remedy = remedy
+        # On a GPU, collectives are only queued. A rank that is ahead of another has queued that one's collective, and waits
+        # for its GPU at some later line: to read a value, or because the queue is full.
+        self.behind = min(report.step for report in reports.values())
+        self.outside = {  # who is first is named first
+            rank: report
+            for rank, report in self.reports.items()
+            if report.collective is None and not (report.asynchronous and report.step > self.behind)
+        }
+
+    def left(self, report: Report) -> float:
+        """Return the seconds until the limit of this rank, which a lack of cores extends."""
+        return report.limit + min(self.starved, MOST_STARVED * report.limit) - report.stalled
+
+    def named(self, ranks: Sequence[int]) -> str:
+        return " and ".join(self.names[rank] for rank in ranks)
+
+    def since(self) -> str:
+        """Return for how long there was no progress, as the end of a headline."""
+        mine = self.mine
+        if mine.phase in (STEP.name, UPDATED.name):
+            return f"no step for {mine.stalled:.0f} s after step {mine.step}"
+        return f"no progress for {mine.stalled:.0f} s in {mine.phase}, after step {mine.step}"
+
+    def different(self) -> Diagnosis | None:
+        """Whether ranks wait in different collectives."""
+        different = different_collectives(self.reports, self.names)
+        return None if different is None else Diagnosis(f"{different}; {self.since()}")
+
+    def no_answer(self) -> Diagnosis | None:
+        """Whether ranks do not answer for longer than they may.
+
+        Ranks go through the phases together: a rank that does not answer gets the time limit of the asker's phase. Between
+        epochs, only a rank that answers has the longer limit.
+        """
+        limit = self.mine.limit / TIMES_STEP if self.mine.phase == BETWEEN.name else self.mine.limit
+        if not self.stopped and (not self.silent or self.left(self.mine._replace(limit=limit)) > 0):
+            return None
+        helps = not self.stopped and self._remedy != TO_ANNOUNCE
+        advice = self._remedy.format(seconds=2 * self.mine.stalled) if helps else ""
+        why = "(stopped, spinning outside Python, or cut off)"
+        return Diagnosis(f"{self.named(self.stopped or self.silent)} does not answer {why}; {self.since()}{advice}")
+
+    def late(self) -> Diagnosis | None:
+        """Whether ranks that are in no collective are over their limits."""
+        late = [rank for rank, report in self.outside.items() if self.left(report) <= 0]
+        if not late:
+            return None
+        blamed = self.reports[late[0]]
+        helps = self._remedy != TO_ANNOUNCE or blamed.phase in MAY_BE_ALONE
+        advice = self._remedy.format(seconds=2 * blamed.stalled) if helps else ""
+        return Diagnosis(f"{self.named(late)} keeps the others waiting, at {blamed.at}; {self.since()}{advice}")
+
+    def wait(self) -> Diagnosis | None:
+        """When to ask again; None if all ranks are in a collective for too long."""
+        if self.silent or self.outside:
+            waited_for = [*self.outside.values(), *([self.mine] if self.silent else [])]
+            seconds = min(map(self.left, waited_for))
+        else:  # the last one may have entered its collective just now
+            seconds = max(map(self.left, self.reports.values()))
+        return Diagnosis(None, seconds, min(self.starved, MOST_STARVED * self.mine.limit)) if seconds > 0 else None
+
+    def all_in_a_collective(self) -> Diagnosis:
+        last = [rank for rank, report in self.reports.items() if report.step == self.behind]
+        if len(last) < len(self.reports):
+            return Diagnosis(f"{self.named(last)} is behind, at {self.reports[last[0]].at}; {self.since()}")
+        where = f"all ranks wait in a collective ({self.mine.collective})"
+        return Diagnosis(f"{where}: look at the network between them; {self.since()}")
