@@ -20,7 +20,7 @@ from hvdtrain.engines.portable import flattened
 
 Facts = dict[str, Any]  # JSON
 
-FIRST_BYTES = 248  # of an object, which travel with its length
+FIRST_BYTES = 1016  # of an object, which travel with its length
 
 
 class Collectives(ABC):
