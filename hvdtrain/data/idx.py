@@ -181,24 +181,13 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
     found = _find(published, places)
     if None in found:
         missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
-        names = ", ".join(file.name for file in missing)
-        lacks = f"{given} lacks {names} (plain or .gz, there or in {published.folder}/raw)"
-        nothing = f"no {published.title} in {'./data or the cache' if root is None else root}"
-        message = lacks if any(found) else nothing
+        lacks = f"no {published.title} in {'./data or the cache' if root is None else root}"
+        if any(found):
+            names = ", ".join(file.name for file in missing)
+            lacks = f"{given} lacks {names} (plain or .gz, there or in {published.folder}/raw)"
         if not may_download:
-            raise NotThere(f"{message}, and downloads are off")
-        if target is None:
-            remedy = "XDG_CACHE_HOME can name one that is writable"
-            raise NotThere(f"{message}, and there is no directory to download to ({remedy})")
-        say(f"{message}: downloading it to {target}, one process per host")
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            atomic.remove_partial(target, cache.STALE_SECONDS)
-            _download(published, missing, target)
-        except OSError as error:
-            raise NotThere(f"{message}, and {target} cannot be written ({why(error)})") from None
-        except NotThere as error:
-            raise NotThere(f"{message}, and the download failed ({error})") from None
+            raise NotThere(f"{lacks}, and downloads are off")
+        _fetch(published, missing, target, lacks, say)
         found = _find(published, places)
     paths = [path for path in found if path is not None]
     if len(paths) < len(found):
@@ -207,6 +196,24 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
     bodies = [part[file.header :].view(file.shape) for file, part in zip(published.files, content, strict=True)]
     reason = f"{published.title} from {', '.join(dict.fromkeys(str(path.parent) for path in paths))} (content verified)"
     return Dataset(published.name, reason, bodies[0], bodies[1].long(), bodies[2], bodies[3].long())
+
+
+def _fetch(
+    published: Published, missing: Sequence[File], target: Path | None, lacks: str, say: Callable[[str], None]
+) -> None:
+    """Download files to `target`, where there is one. lacks: what is missing, in words. Raises NotThere."""
+    if target is None:
+        remedy = "XDG_CACHE_HOME can name one that is writable"
+        raise NotThere(f"{lacks}, and there is no directory to download to ({remedy})")
+    say(f"{lacks}: downloading it to {target}, one process per host")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        atomic.remove_partial(target, cache.STALE_SECONDS)
+        _download(published, missing, target)
+    except OSError as error:
+        raise NotThere(f"{lacks}, and {target} cannot be written ({why(error)})") from None
+    except NotThere as error:
+        raise NotThere(f"{lacks}, and the download failed ({error})") from None
 
 
 def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +25,32 @@ def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             raise ValueError(f"{name} is {of or 'without values (on the meta device)'}")
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load weights into `model` from `path`: a file written by `torch.save(model.state_dict())`, or a .safetensors file.
-
-    Raises UserError if the file cannot be read, contains anything but tensors, or does not match the model.
-    """
+def read_state(path: Path) -> Any:
+    """Return what a file of `torch.save(model.state_dict())`, or a .safetensors file, holds. Raises UserError."""
     try:
         require_file(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             refuse_large_header(path)
-            state = load_file(path)
-        else:
-            refuse_compressed(path)
-            # weights_only: a pickle could run code (CVE-2025-32434 is fixed in torch 2.6).
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            return load_file(path)
+        refuse_compressed(path)
+        # weights_only: a pickle could run code (CVE-2025-32434 is fixed in torch 2.6).
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"--weights {path}: {error.strerror or error}: name a file that can be read") from error
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         remedy = "save it with torch.save(model.state_dict())"
         raise UserError(f"--weights {path}: not a file of weights ({first}): {remedy}") from error
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load weights into `model` from `path` (`read_state`).
+
+    Raises UserError if the file cannot be read, contains anything but tensors, or does not match the model.
+    """
+    state = read_state(path)
     extra = {name for name, value in model.state_dict().items() if is_extra(name, value)}
     if not isinstance(state, dict) or not all(isinstance(one, Tensor) or name in extra for name, one in state.items()):
         remedy = "torch.save(model.state_dict())"
