@@ -57,6 +57,7 @@ def left(tmp_path: Path, pid: int) -> list[str]:
     return semaphores + [path.name for path in (tmp_path / "tmp").glob(f"hvdtrain-*-{pid}-*")]
 
 
+@pytest.mark.slow
 def test_what_a_killed_rank_and_its_workers_leave_the_next_start_removes(rank, tmp_path, monkeypatch):
     process, other = rank(), rank()
     os.killpg(process.pid, signal.SIGSTOP)  # so that no worker sees the rank's end before its own

@@ -29,6 +29,7 @@ flight.write(pathlib.Path(sys.argv[1]) / "collectives", 3)
 """
 
 
+@pytest.mark.slow
 def test_glooes_recorder_has_the_last_call_and_torchs_tools_read_the_file(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in flight.SIZES}
     words = [sys.executable, "-c", OVER_GLOO, str(tmp_path)]

@@ -80,6 +80,7 @@ def says_of_mpi(source: Path) -> str:
 TOOLS = [tool for tool in (["patch", "-p1", "--fuzz=0", "--batch"], ["git", "apply", "-p1"]) if shutil.which(tool[0])]
 
 
+@pytest.mark.slow
 def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, tmp_path: Path) -> None:
     """A site that builds its own Horovod applies the same files with one of these (docs/reference/patches.md)."""
     # Below a repository, git would skip files that are not in it, and say nothing.

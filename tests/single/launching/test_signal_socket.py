@@ -116,6 +116,7 @@ raise SystemExit(run.exit_code)
 """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_stops_a_training_that_has_used_asyncio(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", "--output-dir", "out", "--no-progress", "--batch-size", "4"]

@@ -100,6 +100,7 @@ def test_a_gpu_needs_a_c_compiler_which_triton_would_miss_only_in_the_first_step
     require_compiler(gpu)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_kept_where_nobody_else_can_write(own_cache, tmp_path):
     """torch's own place is one name in the directory for temporary files: what another user put there was executed."""
     program = """
