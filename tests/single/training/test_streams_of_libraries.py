@@ -29,9 +29,6 @@ def workers_have_imported_torch():
     loading.start_workers_early([__name__])
 
 
-_workers_of_killed_runs_end_soon = test_streams._workers_of_killed_runs_end_soon
-
-
 def shown(comment: str) -> str:
     """Return the line of the page that ends with this comment."""
     (line,) = re.findall(rf"^.*# {comment}.*$", PAGE.read_text(), re.M)
