@@ -1,13 +1,22 @@
-"""What a test trains in this process ends with the test: its time limit for the end (hangs/leaving.py), too."""
+"""What a test trains in this process ends with the test: also its time limit for the end (hangs/leaving.py), and its core."""
 
+import contextlib
+import os
 import sys
 
 import pytest
 
+from hvdtrain.launching import processes
+
 
 @pytest.fixture(autouse=True)
 def this_process_works_on():
+    cores = os.sched_getaffinity(0)
     yield
+    if os.sched_getaffinity(0) != cores:  # a rank beside more ranks than cores stays on one (engines/cores.py)
+        for thread in processes.threads():
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(thread, cores)
     if leaving := sys.modules.get("hvdtrain.hangs.leaving"):
         leaving.stop()
 
