@@ -1,4 +1,4 @@
-"""What a test trains in this process ends with the test: also its time limit for the end (hangs/leaving.py), and its core."""
+"""What a test trains in this process ends with the test: its time limit for the end (hangs/leaving.py), and its core."""
 
 import contextlib
 import os
