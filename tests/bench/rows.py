@@ -57,7 +57,7 @@ WAITS = {
     "ctrl-c": "from Ctrl-C to the prompt",
 }
 DECODING = "[decoding](tuning.md#reading-images)"
-MPIRUN = "[mpirun looks once a second](tuning.md#start-up-by-launcher)"
+MPIRUN = "[not known yet](tuning.md#start-up-by-launcher)"
 LIMITS = {"ctrl-c-mpirun": MPIRUN, "ctrl-c-horovodrun": MPIRUN}
 LAUNCHERS = {"alone": "one process", "mpirun": "2 ranks", "horovodrun": "2 ranks", "torchrun": "2 ranks"}
 
