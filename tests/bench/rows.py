@@ -57,7 +57,7 @@ WAITS = {
     "ctrl-c": "from Ctrl-C to the prompt",
 }
 DECODING = "[decoding](tuning.md#reading-images)"
-MPIRUN = "[not known yet](tuning.md#start-up-by-launcher)"
+MPIRUN = "[the end of MPI](tuning.md#start-up-by-launcher)"
 LIMITS = {"ctrl-c-mpirun": MPIRUN, "ctrl-c-horovodrun": MPIRUN}
 LAUNCHERS = {"alone": "one process", "mpirun": "2 ranks", "horovodrun": "2 ranks", "torchrun": "2 ranks"}
 
