@@ -9,19 +9,18 @@
 Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 """
 
-import atexit
 import contextlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import gpu
+from hvdtrain.engines import gpu, mpi_end
 from hvdtrain.engines.activity import collective
 from hvdtrain.engines.base import Engine, Reduction, Setting
 from hvdtrain.engines.carried import KNOWN, as_carried, written
@@ -233,12 +232,5 @@ class HorovodEngine(Engine):
         if not (self.hvd.mpi_enabled() and self._starts_mpi):
             self.shutdown()
             return
-        # MPI cannot be started again in a process that has shut it down, and the program may train again, for instance on
-        # the next fold. `hvd.init` then does nothing. Trap: shutting MPI down waits for ranks that work on after training.
-        atexit.unregister(_shut_down_at_exit)
-        atexit.register(_shut_down_at_exit, self.hvd.shutdown)
-
-
-def _shut_down_at_exit(shutdown: Callable[[], None]) -> None:
-    with leaving.ending(suspended=True):
-        shutdown()
+        # Not before the process ends: the program may train again, for instance on the next fold.
+        mpi_end.shut_down_at_exit(self.hvd, killed=leaving.killed())

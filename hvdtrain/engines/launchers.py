@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hvdtrain.engines.errors import UserError
 
 MOST_RANKS = 2**20  # a larger number must be a mistake: the largest machines have fewer GPUs
+OPEN_MPI = "mpirun (Open MPI)"
 
 
 class Announced(NamedTuple):
@@ -38,7 +39,7 @@ class Launcher(NamedTuple):
 LAUNCHERS = (
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", ("HOROVOD_LOCAL_SIZE",)),
     Launcher(
-        "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     Launcher(

@@ -21,11 +21,20 @@ LOOK_SECONDS = 1.0  # between two checks
 
 
 class Leaving:
-    """The limit in seconds of a rank's end. leave: exits the process. guest: the program does not use hvdtrain: hide our
-    frames."""
+    """The limit in seconds of a rank's end.
 
-    def __init__(self, name: str, limit: float, leave: Callable[[int], None] = os._exit, guest: bool = False):
-        self.name, self.limit, self.leave, self.guest = name, limit, leave, guest
+    leave: exits the process. guest: the program does not use hvdtrain: hide our frames. killed: mpirun kills the job.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limit: float,
+        leave: Callable[[int], None] = os._exit,
+        guest: bool = False,
+        killed: bool = False,
+    ):
+        self.name, self.limit, self.leave, self.guest, self.killed = name, limit, leave, guest, killed
         self.idle = self.exiting = 0.0  # seconds without work; seconds in exit handlers or in the engine's shutdown
         self.disconnects = False  # it is in the engine's shutdown
         self.suspended = False  # it waits until other ranks are at their end, too
@@ -35,11 +44,11 @@ class Leaving:
     def start(self) -> None:
         """Watch this process from now on, in a thread."""
         global _current
+        stop()
+        _current = self
         interactive = hasattr(sys, "ps1") or sys.flags.interactive  # waits for the next line of a person
         if self.limit == float("inf") or interactive:
             return
-        stop()
-        _current = self
         with contextlib.suppress(RuntimeError):  # this user may have no more threads
             threading.Thread(target=self._run, name="leaving", daemon=True).start()
 
@@ -96,6 +105,11 @@ def heartbeat() -> None:
     """Report progress of a program that works on after training."""
     if _current is not None:
         _current.heartbeat()
+
+
+def killed() -> bool:
+    """Return whether mpirun was killing the job when training ended."""
+    return _current is not None and _current.killed
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from pathlib import Path
 from hvdtrain.engines import flight
 from hvdtrain.engines.activity import STEP, Activity
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.launchers import OPEN_MPI, announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.channel import Channel
@@ -38,6 +39,8 @@ from hvdtrain.launching.signal_socket import SignalSocket
 
 # A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+# Open MPI's mpirun kills a job with SIGCONT, SIGTERM and SIGKILL, a second apart (orte/mca/odls/base in its source).
+KILL_SECONDS = 5.0  # from SIGCONT to SIGTERM, at most, where cores are busy
 _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 
@@ -100,6 +103,8 @@ class Monitor:
         self.detector = Detector(peers, activity, settings)
         self._looked_at = time.monotonic()
         self._stop_known_at = 0.0
+        self._continued_at = float("-inf")  # the last SIGCONT
+        self._killed = False  # SIGTERM has followed
         self._interrupts = 0
         self._errors = 0
         self._closing = False
@@ -110,8 +115,10 @@ class Monitor:
         """Start the thread. From then on, stop signals are requests."""
         if not self.settings.guest:
             self.launchers = processes.launchers()
-            heard = (number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
-            self.signals.listen(number for number in heard if number not in _ignored)
+            heard = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} - _ignored
+            if announced().launcher == OPEN_MPI and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
+                heard.add(signal.SIGCONT)
+            self.signals.listen(heard)
             os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in self.peers.channels.items():
@@ -188,7 +195,14 @@ class Monitor:
             time.sleep(0.1)
 
     def _hear_signals(self) -> None:
-        for number in (signal.Signals(heard) for heard in self.signals.received() if heard in STOP_SIGNALS):
+        now = time.monotonic()
+        for heard in self.signals.received():
+            if heard == signal.SIGCONT:
+                self._continued_at = now
+            if heard not in STOP_SIGNALS:
+                continue
+            number = signal.Signals(heard)
+            self._killed |= number == signal.SIGTERM and now < self._continued_at + KILL_SECONDS
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1:
                 self.settings.leave(130)
@@ -277,7 +291,7 @@ class Monitor:
         """Return the limit of this rank's own end, for when no other rank waits for it."""
         settings = self.settings
         limit = settings.timeouts.leaving(self.detector.longest)
-        return Leaving(self.peers.name(self.rank), limit, settings.leave, settings.guest)
+        return Leaving(self.peers.name(self.rank), limit, settings.leave, settings.guest, self._killed)
 
     def _miss_launcher(self) -> None:
         """Request a stop if one of the launchers of this rank has ended."""

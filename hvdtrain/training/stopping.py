@@ -10,7 +10,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.hangs import leaving
 from hvdtrain.hangs.messages import Fail
-from hvdtrain.hangs.monitor import Monitor
+from hvdtrain.hangs.monitor import STOP_SIGNALS, Monitor
 from hvdtrain.launching.exit_codes import STOPPED
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.training.early_end import LeftEarly
@@ -135,7 +135,8 @@ class Stopping:
 
     def _hear_signals(self) -> None:
         """Hear stop signals again that the program has reset, and say which it handles itself now."""
-        if handled := self.monitor.signals.regain():
+        names = {number.name for number in STOP_SIGNALS}
+        if handled := [name for name in self.monitor.signals.regain() if name in names]:
             remedy = "leave them to hvdtrain, or send another one, such as SIGUSR1"
             self.output.say(
                 f"warning: the program handles {', '.join(handled)} itself, so it does not save and stop: {remedy}"

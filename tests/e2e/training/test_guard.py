@@ -168,6 +168,43 @@ def test_stop_signals_save_the_same_step_and_leave(launcher, number, whom, tmp_p
         assert remaining(job) == []
 
 
+LEAVING = """
+import atexit, os, sys
+from pathlib import Path
+
+out, rank = Path(sys.argv[-1]), os.environ["OMPI_COMM_WORLD_RANK"]
+atexit.register(lambda: (out / f"left.{rank}").touch())  # first: it is called after the end of MPI
+from hvdtrain.mnist import main
+
+code = main()
+mapped = {line.split()[-1] for line in open("/proc/self/maps") if "/dev/shm/vader_segment" in line}
+(out / f"mapped.{rank}").write_text("\\n".join(mapped))
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_after_ctrl_c_ranks_leave_without_mpiruns_answer(launcher, tmp_path):
+    """mpirun does not answer MPI_Finalize while it kills a job."""
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    flags = f"--no-progress --dataset digits --epochs 100000 --output-dir {tmp_path}"
+    # Four seconds each from SIGCONT to SIGTERM and to SIGKILL, for a busy machine.
+    patience = {"OMPI_MCA_odls_base_sigkill_timeout": "4"}
+    command = f"{LAUNCHERS[launcher].format(ranks=2)} {PYTHON} {script} {flags}"
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=patience) as (process, job):
+        wait_for_training(tmp_path)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+        assert {path.name for path in tmp_path.iterdir()} >= {"left.0", "left.1"}, output
+        assert events(tmp_path, "stop")[0]["reason"].startswith("SIGTERM on rank")
+        mapped = [path for rank in range(2) for path in (tmp_path / f"mapped.{rank}").read_text().splitlines()]
+        assert mapped, "MPI has no files in /dev/shm"
+        assert not any(map(os.path.exists, mapped)), mapped  # MPI has removed them
+        assert remaining(job) == []
+
+
 @pytest.mark.slow
 def test_ranks_with_different_flags_are_refused():
     command = f"{PYTHON} -m hvdtrain.mnist --dataset digits --lr"
