@@ -12,6 +12,18 @@ KNOWN = frozenset(
 )  # fmt: skip
 
 
+def carries_bf16() -> bool:
+    """Return whether this build of Horovod takes bfloat16 tensors (launch/patches/25)."""
+    from horovod.torch.mpi_ops import mpi_lib
+
+    return hasattr(mpi_lib, "horovod_torch_allreduce_async_torch_BFloat16Tensor")
+
+
+def by_horovod(dtype: torch.dtype) -> Collection[torch.dtype]:
+    """Return the types that Horovod broadcasts and gathers, with `dtype` if it is one that only some builds do."""
+    return KNOWN | {dtype} if dtype == torch.bfloat16 and carries_bf16() else KNOWN
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return a contiguous view of a dense tensor, with its elements in the order of memory: channels_last, for instance."""
     if tensor.is_contiguous():

@@ -13,7 +13,7 @@ import contextlib
 import operator
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hvdtrain.engines import gpu, mpi_end
 from hvdtrain.engines.activity import collective
 from hvdtrain.engines.base import Engine, Reduction, Setting
-from hvdtrain.engines.carried import KNOWN, as_carried, written
+from hvdtrain.engines.carried import as_carried, by_horovod, carries_bf16, written
 from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimizer
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import all_tensors
@@ -31,18 +31,6 @@ from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, prepare_environme
 from hvdtrain.hangs import leaving
 
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
-
-
-def carries_bf16() -> bool:
-    """Return whether this build of Horovod takes bfloat16 tensors (launch/patches/25)."""
-    from horovod.torch.mpi_ops import mpi_lib
-
-    return hasattr(mpi_lib, "horovod_torch_allreduce_async_torch_BFloat16Tensor")
-
-
-def known(dtype: torch.dtype) -> Collection[torch.dtype]:
-    """Return the types that Horovod broadcasts and gathers, with `dtype` if it is one that only some builds do."""
-    return KNOWN | {dtype} if dtype == torch.bfloat16 and carries_bf16() else KNOWN
 
 
 class HorovodEngine(Engine):
@@ -161,7 +149,8 @@ class HorovodEngine(Engine):
         # real step if the state is empty, and weight decay changes the weights.
         with contextlib.ExitStack() as stack:
             tensors = {
-                name: stack.enter_context(written(tensor, known(tensor.dtype))) for name, tensor in all_tensors(model)
+                name: stack.enter_context(written(tensor, by_horovod(tensor.dtype)))
+                for name, tensor in all_tensors(model)
             }
             self.hvd.broadcast_parameters(tensors, root_rank=0)
 
@@ -213,13 +202,13 @@ class HorovodEngine(Engine):
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         gathered: Tensor = self.hvd.allgather(
-            as_carried(tensor.contiguous(), known(tensor.dtype)).unsqueeze(0), name=name
+            as_carried(tensor.contiguous(), by_horovod(tensor.dtype)).unsqueeze(0), name=name
         )
         return gathered.reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        with written(tensor, known(tensor.dtype)) as sent:
+        with written(tensor, by_horovod(tensor.dtype)) as sent:
             self.hvd.broadcast_(sent, root_rank=0, name=name)
 
     def ending_calls(self) -> list[tuple[ModuleType, str]]:

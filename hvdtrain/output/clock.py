@@ -2,7 +2,6 @@
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +18,6 @@ from hvdtrain.output.rank_times import (
     shares,
 )
 
-if TYPE_CHECKING:
-    from hvdtrain.output.device_times import DeviceTimes
-
 
 class Clock:
     """Measures this rank's time by phase. Each `mark` adds the time since the previous mark to a phase.
@@ -30,7 +26,11 @@ class Clock:
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
-        self._device_times = None if device.type == "cpu" else device_times(device)
+        self._device_times = None
+        if device.type != "cpu":
+            from hvdtrain.output.device_times import DeviceTimes
+
+            self._device_times = DeviceTimes(device)
         self.restart()
 
     def restart(self) -> None:
@@ -109,10 +109,3 @@ class Clock:
     def per_rank(self) -> dict[str, list[float]]:
         """Return the sums since `restart` under their names in a record, each a list over ranks."""
         return by_rank(self.totals)
-
-
-def device_times(device: torch.device) -> "DeviceTimes":
-    """Return what measures the phases of an accelerator."""
-    from hvdtrain.output.device_times import DeviceTimes
-
-    return DeviceTimes(device)

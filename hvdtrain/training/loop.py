@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hvdtrain.data.sharding import kept
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import CHANGES, Input
+from hvdtrain.training.inputs import Input
 from hvdtrain.training.parts import HERE, IN_STEPS
 from hvdtrain.training.run_base import Phase, RunBase
+from hvdtrain.training.sources import of_epoch
 from hvdtrain.training.step import Step
 from hvdtrain.training.stopping import Decision, Stopped
 
@@ -55,7 +55,7 @@ class Loop(RunBase):
         self.require_head()
         self.prepared().require_same_groups()
         self.phase = Phase.STEPS
-        return self._steps(self._open(data, changes))
+        return self._steps(of_epoch(self, data, changes))
 
     def require_head(self) -> None:
         """Raise UserError if the script is not where its loop of steps may begin."""
@@ -66,39 +66,6 @@ class Loop(RunBase):
             remedy = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, '
             remedy += "run.steps(..., changes=True)"
             raise UserError(f"run.steps() was called twice in one epoch: {remedy}")
-
-    def _open(self, data: tuple[Any, ...], changes: bool) -> Input:
-        if self.data.input is not None and self.data.is_same(data) and not changes:
-            return self.data.input
-        with kept():  # a DataLoader draws a seed for its workers when it begins
-            return self._opened(data, changes)
-
-    def _opened(self, data: tuple[Any, ...], changes: bool) -> Input:
-        before, state = self.data.input, self.state
-        opened = self.data.open(data)
-        opened.changes = changes
-        remedy = "give every rank all samples, each takes its part of them"
-        self.engine.require_equal("the number of samples of run.steps()", opened.samples, remedy)
-        if before is not None and before.samples != opened.samples and not changes:
-            raise UserError(
-                f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before: {CHANGES}"
-            )
-        if before is None:
-            self.checkpoints.require_all(opened)
-            if line := opened.restore(self.checkpoints.positions, state):
-                self.say(line)
-        if state.samples_of_epoch > opened.per_epoch > 0:
-            done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
-            raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
-        epochs = self.length.epochs
-        if epochs is None:
-            epochs = state.epoch + 1 + (self.length.steps or 0)  # at least a step in each
-        per_epoch = opened.begin(self.engine, self.flags, self.initial, state, epochs)
-        self.metrics_logger.steps = self.length.steps or (0 if changes else epochs * per_epoch)  # 0: not known
-        self.data.take(data, opened)
-        self.checkpoints.begin_training()
-        self.stopping.begin(state.step)
-        return opened
 
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features

@@ -2,15 +2,19 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hvdtrain.data.sharding import kept
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.inputs import Batch, Input, Kind
+from hvdtrain.training.inputs import CHANGES, Batch, Input, Kind
+
+if TYPE_CHECKING:
+    from hvdtrain.training.loop import Loop
 
 
 def open_input(
@@ -66,6 +70,42 @@ class Data:
     def to_device(self, tensors: tuple[Tensor, ...]) -> Any:
         """Return the tensors on this rank's device."""
         return self._copies.to_device(tensors)
+
+
+def of_epoch(run: "Loop", data: tuple[Any, ...], changes: bool) -> Input:
+    """Return the input for the arguments of `run.steps` in this epoch. In the first one, training begins. A collective."""
+    if run.data.input is not None and run.data.is_same(data) and not changes:
+        return run.data.input
+    with kept():  # a DataLoader draws a seed for its workers when it begins
+        return _opened(run, data, changes)
+
+
+def _opened(run: "Loop", data: tuple[Any, ...], changes: bool) -> Input:
+    before, state = run.data.input, run.state
+    opened = run.data.open(data)
+    opened.changes = changes
+    remedy = "give every rank all samples, each takes its part of them"
+    run.engine.require_equal("the number of samples of run.steps()", opened.samples, remedy)
+    if before is not None and before.samples != opened.samples and not changes:
+        raise UserError(
+            f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before: {CHANGES}"
+        )
+    if before is None:
+        run.checkpoints.require_all(opened)
+        if line := opened.restore(run.checkpoints.positions, state):
+            run.say(line)
+    if state.samples_of_epoch > opened.per_epoch > 0:
+        done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
+        raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
+    epochs = run.length.epochs
+    if epochs is None:
+        epochs = state.epoch + 1 + (run.length.steps or 0)  # at least a step in each
+    per_epoch = opened.begin(run.engine, run.flags, run.initial, state, epochs)
+    run.metrics_logger.steps = run.length.steps or (0 if changes else epochs * per_epoch)  # 0: not known
+    run.data.take(data, opened)
+    run.checkpoints.begin_training()
+    run.stopping.begin(state.step)
+    return opened
 
 
 def same(one: Any, other: Any) -> bool:

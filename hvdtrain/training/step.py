@@ -305,9 +305,8 @@ class Step:
     def _differentiate(self, loss: Tensor, weight: Tensor | float, chosen: Sequence[torch.optim.Optimizer]) -> None:
         """Run the backward pass of `weight` times `loss`, for the parameters of the `chosen` optimizers."""
         shared, prepared = self._shared, self._shared.prepared
-        with torch.autocast(
-            shared.engine.device.type, enabled=False
-        ):  # backward() belongs outside: that of --amp, or the author's
+        # backward() belongs outside of autocast: that of --amp, or the author's.
+        with torch.autocast(shared.engine.device.type, enabled=False):
             scaled = prepared.scaler.scale(loss * weight)
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import mnist
+from hvdtrain.engines.carried import carries_bf16
 from hvdtrain.engines.errors import Failure
-from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.training import step as step_module
 from hvdtrain.training.start import started
 from tests.parallel.test_loop import a_run

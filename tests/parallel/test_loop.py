@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from hvdtrain import training
 from hvdtrain.data.sharding import epoch_order
+from hvdtrain.engines.carried import carries_bf16
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.horovod import carries_bf16
 from hvdtrain.engines.modules import flatten, floating_buffers
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.training.checkpoint_interval import CheckpointInterval
