@@ -107,9 +107,9 @@ def of_one_host() -> tuple[Group, ...]:
             row
             for ours, theirs in PAIRS for size in SIZES for key in (f"{ours}-{theirs}-{size}",)
             for row in (
-                Row(key, f"{ours} of JPEGs of {size} pixels, 2 ranks with a worker each, over {theirs}",
+                Row(key, f"{ours} of JPEGs of {size} pixels, over {theirs}",
                     "≥ 1.5" if theirs == "torchvision" else "≥ 1", DECODING),
-                Row(f"{key}-cpu", f"the same: CPU seconds per image of {theirs} over ours", "≥ 1", DECODING),
+                Row(f"{key}-cpu", "its CPU seconds per image, over ours", "≥ 1", DECODING),
             )
         )),
         Group("resnet", resnet, (
@@ -164,7 +164,7 @@ def of_training() -> tuple[Group, ...]:
         )),
         *(
             Group(f"waits-{launcher}", waits(launcher), tuple(
-                Row(f"{key}-{launcher}", f"{launcher}, {ranks}: seconds {what}, over a bare script's", "≤ 1.1", "")
+                Row(f"{key}-{launcher}", f"{ranks}: seconds {what}, over a bare script's", "≤ 1.1", "")
                 for key, what in WAITS.items()
             ))
             for launcher, ranks in LAUNCHERS.items()
