@@ -23,13 +23,13 @@ HEAD = """# What of torch works, differs, is refused
 The command walks torch's namespaces, and makes a program of each layer, loss, optimizer, scheduler, sampler and so on.
 Each is trained by hvdtrain and by a plain loop. `--list` prints all, and why some have no program.
 
-**works**: losses and weights are those of the plain loop with the global batch, up to rounding. Samples are the same in
-each epoch. The evaluation is that of the whole set. All ranks have the same bits, and so has a run that is killed and
-resumed. Losses, layers without weights and programs with DataLoader workers are not resumed here.
+**works**: losses, weights, samples and the evaluation are those of the plain loop with the global batch, up to rounding.
+All ranks have the same bits, and so has a run that is killed and resumed. Losses, layers without weights and programs with
+DataLoader workers are not resumed here.
 
 **differs**: a plain loop with the global batch cannot give the same numbers. The rest is compared as above. Where the loss
-of a sample depends on the others of its batch, each rank has its own ([why](../how-it-works.md#the-gradient)). The plain
-loop then sums up the gradients of the ranks' parts.
+of a sample depends on the others of its batch, the plain loop sums up the gradients of the ranks' parts
+([why](../how-it-works.md#the-gradient)).
 
 **refused**: exit code 2 and one line, which the table quotes. It counts here if one way refuses it.
 
