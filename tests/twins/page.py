@@ -62,10 +62,14 @@ def page(table: dict[str, Verdicts]) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for name in tried:
         if kinds[name] not in ("works", "differs"):
-            for verdict in dict.fromkeys(v for v in by_name[name].values() if v.kind not in ("works", "differs")):
-                where = [way for way in table if by_name[name][way] == verdict]
-                said = verdict.detail if verdict.kind == "refused" else f"{verdict.kind}: {verdict.detail}"
-                said = said.replace(f" is {name.rpartition('.')[2]}, ", " is ..., ")  # a dtype: a row for all of them
+            ways: dict[str, list[str]] = {}
+            for way, verdict in by_name[name].items():
+                if verdict.kind not in ("works", "differs"):
+                    said = verdict.detail if verdict.kind == "refused" else f"{verdict.kind}: {verdict.detail}"
+                    said = said.removeprefix("rank 0: ")
+                    dtype = name.rpartition(".")[2]  # a row for all of them
+                    ways.setdefault(said.replace(f" is {dtype}, ", " is ..., "), []).append(way)
+            for said, where in ways.items():
                 rows.setdefault((said, "everywhere" if len(where) == len(table) else ", ".join(where)), []).append(name)
     text += "".join(f"| {cell('; '.join(of))} | {where} | {cell(said)} |\n" for (said, where), of in rows.items())
     text += "\n## Differs\n\n| why | programs |\n|---|---|\n"
