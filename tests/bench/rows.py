@@ -164,7 +164,7 @@ def of_training() -> tuple[Group, ...]:
         )),
         *(
             Group(f"waits-{launcher}", waits(launcher), tuple(
-                Row(f"{key}-{launcher}", f"{ranks}: seconds {what}, over a bare script's", "≤ 1.1", "")
+                Row(f"{key}-{launcher}", f"{ranks}: {what}, over a bare script", "≤ 1.1", "")
                 for key, what in WAITS.items()
             ))
             for launcher, ranks in LAUNCHERS.items()
