@@ -21,6 +21,17 @@ def this_process_works_on():
         leaving.stop()
 
 
+@pytest.fixture(scope="session")
+def worker_server():
+    """The server that forks DataLoader workers has imported what they need, which is seconds of a processor for each.
+
+    The first server of a process is that of all its later tests, so each file with workers asks for this one.
+    """
+    from hvdtrain.data import loading
+
+    loading.start_workers_early(["pytest", "hvdtrain.training", "tests.single.training.small"])
+
+
 @pytest.fixture
 def engine():
     """The engine of one process, as `start` returns it."""

@@ -88,7 +88,7 @@ def test_an_evaluation_has_batches_of_the_size_that_it_is_given(kind, folder, ta
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
-def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, engine):
+def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, engine, worker_server):
     def batches(workers: int, size: int = 1) -> list[torch.Tensor]:
         if kind == "folder":
             source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=workers)

@@ -194,8 +194,7 @@ class Mortal(torch.utils.data.Dataset):
         return torch.ones(1)
 
 
-def test_a_worker_that_is_killed_is_one_line_and_no_bad_input():
-    loading.start_workers_early()
+def test_a_worker_that_is_killed_is_one_line_and_no_bad_input(worker_server):
     batches = iter(loading.loader(Mortal(), 1, torch.device("cpu"), range(4)))
     with pytest.raises(
         Failure, match=r"a DataLoader worker has ended .*: if the kernel killed it for memory, use fewer"
@@ -205,7 +204,7 @@ def test_a_worker_that_is_killed_is_one_line_and_no_bad_input():
     assert not caught.value.everywhere
 
 
-def test_the_workers_of_a_training_that_has_failed_end_with_it():
+def test_the_workers_of_a_training_that_has_failed_end_with_it(worker_server):
     """The garbage collector found them later, in a notebook, and torch waited ten seconds for each."""
     before = set(multiprocessing.active_children())
     with pytest.raises(KeyError) as caught, training.start(flags_for("--batch-size", "4")) as run:

@@ -96,10 +96,8 @@ def steps_taken(source: loading.Source, size: int, **options) -> list[list[int]]
     return steps
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (1, 3)])
-def test_one_order_on_any_number_of_ranks_and_workers(size, workers, tars, numbered):
-    if workers:
-        loading.start_workers_early()
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), (4, 0), (1, 3)])
+def test_one_order_on_any_number_of_ranks_and_workers(size, workers, tars, numbered, worker_server):
     source, _ = open_them(tars, workers)
     steps = steps_taken(source, size, epochs=2)
     orders = [source.order(1, epoch) for epoch in range(2)]

@@ -35,6 +35,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.training.fetching import samples_in
 from tests.single.training import small
 
+pytestmark = pytest.mark.usefixtures("worker_server")
 ROOT = Path(__file__).resolve().parents[3]
 N = 20
 

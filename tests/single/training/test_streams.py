@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvdtrain import training
-from hvdtrain.data import loading
 from hvdtrain.engines import portable
 from hvdtrain.engines.errors import UserError
 from tests.e2e.launchers import events
 from tests.single.training import small
 
+pytestmark = pytest.mark.usefixtures("worker_server")
 N = 50  # not a multiple of batches and workers: the workers' streams end at different times
 
 
@@ -129,11 +129,6 @@ LOADERS = {
     "complete batches": lambda: DataLoader(Batched(), None),
     "a stateful loader": StatefulLoader,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_have_imported_torch():
-    loading.start_workers_early([__name__])
 
 
 def flags_for(*argv, epochs=2):

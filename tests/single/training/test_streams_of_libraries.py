@@ -14,19 +14,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hvdtrain.data import loading
 from tests.single.training import test_streams
 from tests.single.training.small import Killed, kill_at
 from tests.single.training.test_streams import N, flags_for, resumed_at, train
 
+pytestmark = pytest.mark.usefixtures("worker_server")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
 SHARDS = 8
 ALONE = SimpleNamespace(rank=0, size=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_have_imported_torch():
-    loading.start_workers_early([__name__])
 
 
 def shown(comment: str) -> str:
