@@ -16,6 +16,7 @@ from hvdtrain.launching.exit_codes import STOPPED, TARGET_MISSED, WRONG_INPUT
 from hvdtrain.launching.fork_client import HANDED_ON, request, send
 from hvdtrain.launching.forker import FAILED, REFUSED, Forker
 from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, Meeting
+from hvdtrain.launching.processes import runs
 from hvdtrain.launching.signal_socket import SignalSocket
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -45,7 +46,9 @@ class Supervisor:
         self._code = 0  # the first exit code other than 0
         self._requests = 0
         self._pressed = False  # the other ranks were sent SIGTERM
-        self._leaving: set[int] = set()  # local ranks whose program has failed and whose exit handlers run
+        self._failing: dict[
+            int, int
+        ] = {}  # local rank whose program has failed and whose exit handlers run -> exit code
         self._handed_on: set[signal.Signals] = set()  # signals forwarded so far
         self._until: float | None = None  # time at which the other ranks are ended (time.monotonic)
         self._signals = SignalSocket()
@@ -68,6 +71,7 @@ class Supervisor:
                         elif not self._hear_forker(ready.data):
                             selector.unregister(ready.fileobj)
                     self._ranks_exited(set(self._exited) - before)
+                    self._ranks_fail()
                     self._reap_forker()
                     if self._error is not None and self._code == 0:
                         raise self._error
@@ -136,8 +140,7 @@ class Supervisor:
                 which = f"rank {local_rank} of {self._ranks} of this host ({rest.decode()})"
                 raise UserError(f"cannot start {which}: {remedy}")
             elif kind == FAILED:
-                self._leaving.add(local_rank)
-                self._rank_failed(local_rank, int(rest))
+                self._failing[local_rank] = int(rest)
             elif local_rank not in self._pids:
                 self._pids[local_rank] = int(line)
                 for number in self._handed_on:  # to the other ranks, before this pid was read
@@ -184,7 +187,7 @@ class Supervisor:
         """End the remaining ranks: send SIGTERM, and kill them at the next call."""
         if not self._pressed:
             self._pressed = True
-            self._send_all(signal.SIGTERM, but=self._leaving)
+            self._send_all(signal.SIGTERM, but=self._failing)
             self._send_all(signal.SIGCONT)  # a stopped process handles no other signal
             self._until = time.monotonic() + GRACE_SECONDS
         else:
@@ -207,6 +210,12 @@ class Supervisor:
         ends = [(self._exited[local_rank], local_rank) for local_rank in local_ranks]
         for code, local_rank in sorted(ends, key=lambda end: (end[0] >= 0, end[0] != EXIT_FAILED, end[1])):
             if code != 0:
+                self._rank_failed(local_rank, code)
+
+    def _ranks_fail(self) -> None:
+        """Report a rank whose program has failed. If another one has ended, that may be why: the forker tells how soon."""
+        for local_rank, code in self._failing.items():
+            if all(runs(pid) for other, pid in self._pids.items() if other not in self._failing):
                 self._rank_failed(local_rank, code)
 
     def _rank_failed(self, local_rank: int, code: int) -> None:

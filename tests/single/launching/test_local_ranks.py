@@ -343,21 +343,51 @@ def test_a_closed_terminal_is_ignored_under_nohup(start):
     assert run.send(signal.SIGUSR1).ends() == (75, "SIGUSR1\n" * 2, "")
 
 
-def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later():
-    """The program may be ready, and be sent a signal, before the starter has read the pids of all ranks."""
+@pytest.fixture
+def told():
+    """A supervisor of two ranks, each a process that sleeps, and what the forker tells it: `say` of a rank."""
     run = Supervisor(Forker(0, b"", 0), ["x.py"], 2, Meeting(0, 1, "127.0.0.1", 0, None, 1.0, "secret"))
     pairs = [socket.socketpair() for _ in range(2)]
     run._connections = [connection for connection, _ in pairs]
-    with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:
-        for local_rank, rank in enumerate((first, second)):
-            pairs[local_rank][1].sendall(b"%d\n" % rank.pid)
-            run._hear_forker(local_rank)
-            if rank is first:
-                run._hand_on(signal.SIGUSR1)
-        assert [rank.wait(20) for rank in (first, second)] == [-signal.SIGUSR1] * 2
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+
+    def say(local_rank: int, line: bytes) -> None:
+        before = set(run._exited)
+        pairs[local_rank][1].sendall(line + b"\n")
+        run._hear_forker(local_rank)
+        run._ranks_exited(set(run._exited) - before)
+        run._ranks_fail()
+
+    yield run, ranks, say
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
     run._signals.close()
     for connection in (each for pair in pairs for each in pair):
         connection.close()
+
+
+def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later(told):
+    """The program may be ready, and be sent a signal, before the starter has read the pids of all ranks."""
+    run, ranks, say = told
+    say(0, b"%d" % ranks[0].pid)
+    run._hand_on(signal.SIGUSR1)
+    say(1, b"%d" % ranks[1].pid)
+    assert [rank.wait(20) for rank in ranks] == [-signal.SIGUSR1] * 2
+
+
+@pytest.mark.parametrize(("end", "code"), [(b"-9", 137), (b"0", 1)])
+def test_a_rank_that_fails_because_another_was_killed_is_not_the_one_that_counts(told, end, code):
+    """It says so itself. How the other has ended is said by the forker, which may not get a core for a while."""
+    run, ranks, say = told
+    for local_rank, rank in enumerate(ranks):
+        say(local_rank, b"%d" % rank.pid)
+    ranks[1].kill()
+    os.waitid(os.P_PID, ranks[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    say(0, forker.FAILED + b" 1")
+    assert run._code == 0
+    say(1, end)
+    assert run._code == code
 
 
 def test_a_rank_that_has_failed_and_waits_for_the_others_at_its_end_ends_them(start, tmp_path):
