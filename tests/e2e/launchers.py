@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,6 +171,11 @@ def several(
         assert len(set(code)) == 1, (name, code, err)
         found[name] = Done(int(code[0]), "".join(out), "".join(err), done.seconds)
     return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def summary(directory: Path) -> dict:

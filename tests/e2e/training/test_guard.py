@@ -19,6 +19,7 @@ from tests.e2e.launchers import (
     ROOT,
     environment,
     events,
+    free_port,
     launch,
     remaining,
     running,
@@ -90,10 +91,7 @@ def test_no_false_alarm_where_ranks_hardly_get_a_core(tmp_path):
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "does not answer")])
 def test_without_a_launcher_the_others_end_too(number, said, tmp_path):
     """DistributedDataParallel, each rank started by hand: nobody but the ranks themselves can end the job."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = f"{PYTHON} -m hvdtrain.mnist --engine ddp --dataset digits --epochs 100000 --no-progress"
     ranks = [
         subprocess.Popen(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launchers import BIN, LAUNCHERS, PYTHON, events, launch, running, summary
+from tests.e2e.launchers import BIN, LAUNCHERS, PYTHON, events, free_port, launch, running, summary
 from tests.waiting import wait_for
 
 MISSING = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
@@ -26,12 +26,6 @@ pytestmark = [
 ]
 HELD, SHUT = "held", "shut"  # what the door does with all that comes
 PROGRAM = f"{PYTHON} tests/e2e/training/pausing.py --engine {{engine}} --no-progress --threads 1 --step-timeout 60"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Door:

@@ -16,6 +16,7 @@ from hvdtrain import doctor
 from hvdtrain.checks import build, gpus, host, quick
 from hvdtrain.checks.findings import Findings, Here, show
 from hvdtrain.checks.nvidia_smi import Gpu
+from tests.e2e.launchers import free_port
 from tests.single.checks.nvidia_smi import GPU, put
 
 H100 = Gpu("GPU-1", "H100", "580.65.06", "Disabled", "Default", 81559, 4)
@@ -132,8 +133,7 @@ def test_a_host_is_asked_in_a_moment(tmp_path, capfd, monkeypatch):
     assert capfd.readouterr().err == ""
     assert quick.main([f"--now={time.time() - 600}", "--name", "b"]) == quick.SICK
     assert re.fullmatch(r"b: the clock is 60\d s ahead: start a time service .*\n", capfd.readouterr().err)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     assert quick.main([now, "--name", "b", "--sum", f"1/2@localhost:{port}"]) == quick.NO_SUM
     assert f"b: no sum by localhost, port {port} (" in capfd.readouterr().err
     with socket.create_server(("", port)):

@@ -284,10 +284,11 @@ def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_
 
 
 @pytest.mark.parametrize(("goal", "code"), [("0.05", 0), ("1", 3)])
-def test_target_accuracy_ends_training_or_is_missed(goal, code, tmp_path):
+def test_target_accuracy_ends_training_or_is_missed(goal, code, tmp_path, capsys):
     flags = f"{PLAIN} --epochs 2 --train-samples 64 --batch-size 16 --lr 1e-3 --target-accuracy {goal}"
     seen = trained(mnist, flags, tmp_path)
     assert (seen.code, seen.summary["epochs"]) == (code, 1 if code == 0 else 2)
+    assert ("target accuracy 100.00% not reached" in capsys.readouterr().out) == (code == 3)
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])

@@ -11,6 +11,7 @@ import torch
 from hvdtrain.engines import ddp
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import start
+from tests.e2e.launchers import free_port
 from tests.waiting import wait_for
 
 
@@ -76,9 +77,7 @@ def test_ddp_does_not_warn_of_strides_that_mean_the_same():
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):
     monkeypatch.setattr(ddp, "MEETING_SECONDS", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    for name, value in dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+    for name, value in dict(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
         UserError, match=r"^the ranks did not meet: rank 1, 2 did not connect within 1 s: check MASTER_"

@@ -27,7 +27,7 @@ from hvdtrain.launching.forker import Forker
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.supervisor import Supervisor
 from hvdtrain.starter import parse
-from tests.e2e.launchers import PYTHON, members, running
+from tests.e2e.launchers import PYTHON, free_port, members, running
 from tests.waiting import wait_for
 
 STARTER = f"{PYTHON} {shlex.quote(str(Path(__file__).parent / 'without_imports.py'))} starter --oversubscribe"
@@ -456,11 +456,6 @@ def test_an_import_that_hangs_is_ended(start, monkeypatch):
 
 
 # ---- several hosts, here all on this one
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def host(number: int, size: int, port: int) -> dict[str, str]:

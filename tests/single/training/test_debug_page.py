@@ -10,15 +10,10 @@ import torch.nn.functional as F
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.training.features import debug_page
+from tests.e2e.launchers import free_port
 from tests.single.training.small import X, Y, fit, flags_for, network
 
 pytest.importorskip("tabulate", reason="needs tabulate: pip install 'hvdtrain[debug]'")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def page(host: str, port: int, path: str) -> str:
