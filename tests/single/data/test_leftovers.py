@@ -18,7 +18,7 @@ RANK = """
 import sys, time, torch
 from hvdtrain.data.loading import loader, start_workers_early
 if __name__ == "__main__":
-    start_workers_early()
+    start_workers_early([])
     batches = iter(loader([1] * 10**6, int(sys.argv[1]), torch.device("cpu"), range(10**6)))
     next(batches)
     print("loads", flush=True)
@@ -104,6 +104,6 @@ def test_a_linked_directory_is_not_followed(tmp_path, monkeypatch):
 def test_workers_load_where_the_temporary_directory_is_too_long_for_the_names_of_sockets(rank, tmp_path):
     long = Path(tempfile.mkdtemp(prefix="h", dir="/tmp"), "x" * 60)
     long.mkdir()
-    process = rank(directory=str(long))
+    process = rank(workers=1, directory=str(long))
     assert list(Path("/tmp").glob(f"hvdtrain-*-{process.pid}-*"))
     shutil.rmtree(long.parent)
