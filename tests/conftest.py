@@ -36,6 +36,8 @@ FIRST = (
     "single/launch/test_setup.py", "single/launching/test_local_ranks.py", "e2e/commands/test_mnist.py",
     "single/hangs/test_leaving.py", "e2e/launch/test_hosts.py", "e2e/docs/test_documentation.py",
     "e2e/training/test_guard.py", "e2e/launch/test_start_timeout.py", "e2e/engines/test_horovod_calls.py",
+    "single/data/test_input_workers.py", "single/training/test_resume.py", "single/device/test_stand_in.py",
+    "single/data/test_images.py", "single/test_bad_files.py",
 )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 def test_parallel_suite(launcher, engine, ranks, files, request):
     """The slow cases also run the slow tests."""
     start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=ranks)
+    if launcher == "starter":  # once, and not on each rank; torch's optimizers import the last one
+        start += " --import pytest,hvdtrain.training,torch._dynamo"
     python = "" if launcher == "torchrun" else PYTHON
     marks = "-m ''" if request.node.get_closest_marker("slow") else ""
     folder = ROOT / "tests" / "parallel"
