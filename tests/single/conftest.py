@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from multiprocessing import forkserver
 
 import pytest
 
@@ -10,8 +11,8 @@ from hvdtrain.launching import processes
 
 
 @pytest.fixture(autouse=True)
-def this_process_works_on():
-    cores = os.sched_getaffinity(0)
+def this_process_works_on(request):
+    cores, has_server = os.sched_getaffinity(0), bool(forkserver._forkserver._forkserver_pid)
     yield
     if os.sched_getaffinity(0) != cores:  # a rank beside more ranks than cores stays on one (engines/cores.py)
         for thread in processes.threads():
@@ -19,6 +20,8 @@ def this_process_works_on():
                 os.sched_setaffinity(thread, cores)
     if leaving := sys.modules.get("hvdtrain.hangs.leaving"):
         leaving.stop()
+    if not has_server:
+        assert not forkserver._forkserver._forkserver_pid, f"{request.node.name} starts workers: worker_server"
 
 
 @pytest.fixture(scope="session")
