@@ -13,6 +13,7 @@ from hvdtrain.training.features import debug_page
 from tests.e2e.launchers import free_port
 from tests.single.training.small import X, Y, fit, flags_for, network
 
+pytestmark = pytest.mark.usefixtures("worker_server")  # the page is served by a process that it forks
 pytest.importorskip("tabulate", reason="needs tabulate: pip install 'hvdtrain[debug]'")
 
 
