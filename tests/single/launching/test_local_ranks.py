@@ -349,6 +349,7 @@ def told():
     run = Supervisor(Forker(0, b"", 0), ["x.py"], 2, Meeting(0, 1, "127.0.0.1", 0, None, 1.0, "secret"))
     pairs = [socket.socketpair() for _ in range(2)]
     run._connections = [connection for connection, _ in pairs]
+    run._meeting._came.set()
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
 
     def say(local_rank: int, line: bytes) -> None:
