@@ -11,8 +11,8 @@ from hvdtrain.launching import processes
 
 
 @pytest.fixture(autouse=True)
-def this_process_works_on(request):
-    cores, has_server = os.sched_getaffinity(0), bool(forkserver._forkserver._forkserver_pid)
+def this_process_works_on():
+    cores = os.sched_getaffinity(0)
     yield
     if os.sched_getaffinity(0) != cores:  # a rank beside more ranks than cores stays on one (engines/cores.py)
         for thread in processes.threads():
@@ -20,8 +20,18 @@ def this_process_works_on(request):
                 os.sched_setaffinity(thread, cores)
     if leaving := sys.modules.get("hvdtrain.hangs.leaving"):
         leaving.stop()
-    if not has_server:
-        assert not forkserver._forkserver._forkserver_pid, f"{request.node.name} starts workers: worker_server"
+
+
+@pytest.fixture(autouse=True)
+def workers_only_of_the_server(request, monkeypatch):
+    """A test that starts DataLoader workers fails without `worker_server`, whichever tests came before it."""
+
+    def refuse(*_):
+        pytest.fail(f"{request.node.name} starts DataLoader workers: give it the fixture worker_server")
+
+    if "worker_server" not in request.fixturenames:
+        for name in ("ensure_running", "connect_to_new_process"):
+            monkeypatch.setattr(forkserver, name, refuse)
 
 
 @pytest.fixture(scope="session")

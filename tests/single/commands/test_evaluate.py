@@ -39,7 +39,9 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_flag(name, data, tmp_path, capsys):
+def test_evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_flag(
+    name, data, tmp_path, capsys, worker_server
+):
     script, flags = SCRIPTS[name]
     whole = trained(script, flags.format(**data), tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -65,7 +67,7 @@ def test_the_exit_code_of_an_evaluation_says_whether_the_target_is_reached(goal,
     assert ("target accuracy 100.00% not reached" in capsys.readouterr().out) == (code == 3)
 
 
-def test_predictions_are_in_the_order_of_the_data_set(tmp_path, data):
+def test_predictions_are_in_the_order_of_the_data_set(tmp_path, data, worker_server):
     script, flags = SCRIPTS["imagenet"]
     run = tmp_path / "run"
     whole = trained(script, flags.format(**data), run)

