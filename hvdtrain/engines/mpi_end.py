@@ -28,7 +28,8 @@ def shut_down_at_exit(hvd: Any, *, killed: bool) -> None:
     if killed and hasattr(ctypes.CDLL(None), "on_exit"):
         ends = threading.Event()
         thread = threading.Thread(target=lambda: ends.wait() and hvd.shutdown(), name="end of MPI", daemon=True)
-        thread.start()  # here: since Python 3.12, exit handlers can start none
+        with contextlib.suppress(RuntimeError):  # this user may have no more threads
+            thread.start()  # here: since Python 3.12, exit handlers can start none
         atexit.register(_shut_down_unanswered, hvd, ends, thread)
     else:
         atexit.register(_shut_down, hvd)
@@ -44,7 +45,8 @@ def _shut_down_unanswered(hvd: Any, ends: threading.Event, thread: threading.Thr
     with leaving.ending(suspended=True), contextlib.suppress(Exception):  # the program has shut Horovod down itself
         hvd.barrier()
     ends.set()
-    thread.join(END_SECONDS)
+    with contextlib.suppress(RuntimeError):  # it was not started: Horovod's own exit handler follows
+        thread.join(END_SECONDS)
     if thread.is_alive():
         atexit.unregister(hvd.mpi_ops._basics.shutdown)  # Horovod's own exit handler would wait, too
         libc = ctypes.CDLL(None)

@@ -46,9 +46,8 @@ class Supervisor:
         self._code = 0  # the first exit code other than 0
         self._requests = 0
         self._pressed = False  # the other ranks were sent SIGTERM
-        self._failing: dict[
-            int, int
-        ] = {}  # local rank whose program has failed and whose exit handlers run -> exit code
+        # Local ranks whose program has failed and whose exit handlers run, and their exit codes.
+        self._failing: dict[int, int] = {}
         self._handed_on: set[signal.Signals] = set()  # signals forwarded so far
         self._until: float | None = None  # time at which the other ranks are ended (time.monotonic)
         self._signals = SignalSocket()
