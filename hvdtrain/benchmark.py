@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from hvdtrain import cli
 from hvdtrain.analysis import collectives, measuring, scaling
-from hvdtrain.data.text import windows
+from hvdtrain.datasets.text import windows
 from hvdtrain.engines import lines, precision
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import UserError
@@ -39,6 +39,7 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
+from hvdtrain.loop import optimizers
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
@@ -46,7 +47,6 @@ from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import PHASES
 from hvdtrain.output.rank_times import RankTimes
 from hvdtrain.output.run_output import versions
-from hvdtrain.training import optimizers
 
 POOL_BATCHES = 4  # size of the pool of random samples, in batches
 # Images float32 [b, channels, side, side] and labels int64 [b]; or tokens and next tokens, int64 [b, t]. On the device.

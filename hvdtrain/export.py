@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.checkpoint import extra_states, loading, reading, remote
+from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.cli import Parser, place
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import say, warn
@@ -24,9 +26,6 @@ from hvdtrain.launching.exit_codes import run
 from hvdtrain.models import exporting, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.output import remote
-from hvdtrain.training import extra_states, loading, reading
-from hvdtrain.training.checkpoint import Facts
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:

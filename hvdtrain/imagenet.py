@@ -4,7 +4,7 @@ python -m hvdtrain.imagenet --data-dir DIR                          one process;
 mpirun -np 8 python -m hvdtrain.imagenet --data-dir DIR             eight ranks, one GPU each
 torchrun --nproc-per-node 8 -m hvdtrain.imagenet --data-dir DIR
 
---dataset shards --data-dir DIR     tar files, DIR/train/*.tar and DIR/val/*.tar (hvdtrain.data.make_shards makes them)
+--dataset shards --data-dir DIR     tar files, DIR/train/*.tar and DIR/val/*.tar (hvdtrain.datasets.make_shards makes them)
 --dataset synthetic                 random images, made once on the device
 --model resnet18 --image-size 64    any torchvision classifier, any size
 --amp bf16 --compile                mixed precision, torch.compile
@@ -28,17 +28,17 @@ from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
-from hvdtrain.data.corrupt import CorruptSamples
-from hvdtrain.data.images import TEST_BATCH, open_folder
-from hvdtrain.data.loading import Source, default_workers, start_workers_early
-from hvdtrain.data.shards import open_shards
-from hvdtrain.data.shared_memory import workers_that_fit
-from hvdtrain.data.synthetic import open_synthetic
+from hvdtrain.datasets.corrupt import CorruptSamples
+from hvdtrain.datasets.images import TEST_BATCH, open_folder
+from hvdtrain.datasets.shards import open_shards
+from hvdtrain.datasets.synthetic import open_synthetic
 from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.flags import Flags
+from hvdtrain.inputs.loading import Source, default_workers, start_workers_early
+from hvdtrain.inputs.shared_memory import workers_that_fit
+from hvdtrain.loop import optim, optimizers
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled
-from hvdtrain.training import optim, optimizers
 
 # Without --lr: 0.1 for every 256 images of the global batch (arXiv:1706.02677, section 2.1).
 RECIPES: dict[str, dict[str, object]] = {

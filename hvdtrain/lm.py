@@ -29,17 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
-from hvdtrain.data import text, vocabularies
+from hvdtrain.checkpoint import loading, reading, remote
+from hvdtrain.datasets import text, vocabularies
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import result, warn
 from hvdtrain.flags import Flags
+from hvdtrain.loop import optimizers
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
-from hvdtrain.output import remote
 from hvdtrain.output.device_times import matrix_product_rate
-from hvdtrain.training import loading, optimizers, reading
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
-from hvdtrain.data import idx
+from hvdtrain.datasets import idx
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
+from hvdtrain.loop import optim, optimizers
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.training import optim, optimizers
 
 RECIPES: dict[str, dict[str, object]] = {
     # The fastest to 99 %: one-cycle Adam with label smoothing. FAST_EPOCHS has epochs by data set, FAST_RATES what depends

@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli import Parser, number
-from hvdtrain.data import compile_cache
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
@@ -27,9 +26,10 @@ from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
 from hvdtrain.launching import import_timeout, run_script, startup
 from hvdtrain.launching.exit_codes import end_with
 from hvdtrain.launching.import_hook import ImportHook
+from hvdtrain.models import compile_cache
 
 if TYPE_CHECKING:
-    from hvdtrain.hangs.script_watchdog import ScriptWatchdog
+    from hvdtrain.guards.script_watchdog import ScriptWatchdog
 
 NAME = "hvdtrain.tuned"
 
@@ -105,7 +105,7 @@ def attach(flags: argparse.Namespace, place: Announced) -> list["ScriptWatchdog"
         from hvdtrain.engines import foreign
 
         if flags.watch is not None:
-            from hvdtrain.hangs.script_watchdog import ScriptWatchdog
+            from hvdtrain.guards.script_watchdog import ScriptWatchdog
 
             watchdogs.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch))
         foreign.attach(hvd, place, watchdogs[0] if watchdogs else None, repeatable=flags.repeatable)

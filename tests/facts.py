@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.training import checkpoint
-from hvdtrain.training.state import TrainState
+from hvdtrain.checkpoint import checkpoint
+from hvdtrain.loop.state import TrainState
 
 
 def sound_facts(**changed: Any) -> dict[str, Any]:

@@ -25,7 +25,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("training", "engines", "hangs", "data", "output", "launching", "models", "analysis", "checks")
+FOLDERS = (
+    "training",
+    "inputs",
+    "checkpoint",
+    "features",
+    "guards",
+    "engines",
+    "datasets",
+    "output",
+    "launching",
+    "models",
+    "analysis",
+    "checks",
+)
 SECONDS = 900.0  # limit of each part of the tests
 PYTEST = [
     sys.executable,

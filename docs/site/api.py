@@ -34,14 +34,14 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     }),
     "The run": ("", {"hvdtrain.training.Run": RUN}),
     "A step": ("", {
-        "hvdtrain.training.step.Step": ("lr", "batch", "batches", "backward", "per_sample", "loss", "update", "record"),
-        "hvdtrain.training.inputs.Batch": (),
+        "hvdtrain.loop.step.Step": ("lr", "batch", "batches", "backward", "per_sample", "loss", "update", "record"),
+        "hvdtrain.inputs.inputs.Batch": (),
     }),
     "State and metrics": ("", {
-        "hvdtrain.training.Metric": (), "hvdtrain.training.state.TrainState": (),
-        "hvdtrain.training.state.Initial": ("global_batch",),
+        "hvdtrain.training.Metric": (), "hvdtrain.loop.state.TrainState": (),
+        "hvdtrain.loop.state.Initial": ("global_batch",),
     }),
-    "Learning rates": ("", {"hvdtrain.training.optim.schedule_factor": ()}),
+    "Learning rates": ("", {"hvdtrain.loop.optim.schedule_factor": ()}),
     SHORT: (FLAGS, {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
     }),

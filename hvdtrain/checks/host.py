@@ -146,7 +146,7 @@ def check_clock(findings: Findings, here: Here) -> None:
 
 def check_data(findings: Findings, here: Here) -> None:
     """Report where MNIST would be read from."""
-    from hvdtrain.data import idx  # which imports torch
+    from hvdtrain.datasets import idx  # which imports torch
 
     directory = here.flags.data_dir
     data = idx.load("mnist" if directory is not None else "auto", directory, download=False)

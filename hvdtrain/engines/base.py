@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.broadcasts import Broadcasts
+from hvdtrain.guards.activity import Activity
 
 
 class Reduction(NamedTuple):

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import flight, gpu
-from hvdtrain.engines.activity import Activity, collective
+from hvdtrain.engines import gpu
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
 from hvdtrain.engines.carried import as_carried, written
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import remedy
+from hvdtrain.guards import flight
+from hvdtrain.guards.activity import Activity, collective
 from hvdtrain.launching.local_rendezvous import listed
 from hvdtrain.launching.rendezvous import (
     horovods_server,
@@ -39,7 +40,7 @@ from hvdtrain.launching.rendezvous import (
 )
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
-COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: hangs/timeouts.py says how long a rank may keep the others waiting
+COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: guards/timeouts.py says how long a rank may keep the others waiting
 MEETINGS = itertools.count()  # number of rendezvous in this process; the same on every rank
 
 
@@ -167,7 +168,7 @@ def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:
         # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
-        # suspended as long. Hung ranks are found by hangs/monitor.py.
+        # suspended as long. Hung ranks are found by guards/monitor.py.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         flight.record()
     # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.

@@ -21,7 +21,7 @@ from hvdtrain.engines.lines import WRITE_SECONDS, within
 from hvdtrain.launching.exit_codes import say
 
 if TYPE_CHECKING:
-    from hvdtrain.hangs.script_watchdog import ScriptWatchdog
+    from hvdtrain.guards.script_watchdog import ScriptWatchdog
 
 
 class ForeignEngine(HorovodEngine):

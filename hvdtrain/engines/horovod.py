@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import gpu, mpi_end
-from hvdtrain.engines.activity import collective
 from hvdtrain.engines.base import Engine, Reduction, Setting
 from hvdtrain.engines.carried import as_carried, by_horovod, carries_bf16, written
 from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimizer
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import all_tensors
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, prepare_environment, tuned_environment
-from hvdtrain.hangs import leaving
+from hvdtrain.guards import leaving
+from hvdtrain.guards.activity import collective
 
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from typing import Any
 
-from hvdtrain.hangs import leaving
+from hvdtrain.guards import leaving
 
 # For MPI's own part of its end, which takes 5 ms, and goes on beside Python's, which takes 30. It removes the rank's file in
 # /dev/shm.

@@ -14,7 +14,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
-from hvdtrain.hangs import leaving
+from hvdtrain.guards import leaving
 
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hvdtrain.data import compile_cache
 from hvdtrain.engines.errors import UserError
+from hvdtrain.models import compile_cache
 
 MOST_COMPILATIONS = 64  # of one block's code: ResNet-50 has 8 kinds of blocks, and the last batch another shape
 

@@ -13,9 +13,9 @@ from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_since_process_start
 
 if TYPE_CHECKING:
-    from hvdtrain.training.inputs import Input
-    from hvdtrain.training.state import TrainState
-    from hvdtrain.training.step import Step
+    from hvdtrain.inputs.inputs import Input
+    from hvdtrain.loop.state import TrainState
+    from hvdtrain.loop.step import Step
 
 
 class MetricsLogger:

@@ -10,9 +10,9 @@ from hvdtrain.cli import count, fraction, non_negative, positive, positive_int
 from hvdtrain.cli import training_parser as parser
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching.exit_codes import run as main
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.start import start
 from hvdtrain.output.metric_names import Metric
-from hvdtrain.training.run import Run
-from hvdtrain.training.start import start
 
 __all__ = [
     "Failure", "Metric", "Run", "UserError", "count", "fraction", "main", "non_negative", "parser", "positive",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hvdtrain import training
 from hvdtrain.engines.files import allow_open_files
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.hangs.channel import say_hello
+from hvdtrain.guards.channel import say_hello
 
 RANKS_PER_HOST = 8
 HOST = b"node-0000"  # of rank 0; all have as many letters, so that one rank's bytes are as long as another's
@@ -83,7 +83,7 @@ def as_rank_zero(ranks: int) -> Iterator[None]:
     with (
         mock.patch("hvdtrain.engines.start.engine_class", return_value=kind),
         mock.patch.object(socket, "gethostname", return_value=HOST.decode()),
-        mock.patch("hvdtrain.hangs.channel.own_address_towards", return_value="127.0.0.1"),
+        mock.patch("hvdtrain.guards.channel.own_address_towards", return_value="127.0.0.1"),
     ):
         yield
 

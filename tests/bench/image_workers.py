@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-from hvdtrain.data import make_shards
+from hvdtrain.datasets import make_shards
 from tests.bench.images import IMAGES
 from tests.bench.measurements import SECONDS, Left, Setting, job, users_environment
 from tests.bench.paired import once
@@ -48,10 +48,10 @@ from torchvision.transforms import v2
 transform = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
 """
 OURS = """
-from hvdtrain.data import loading
-from hvdtrain.data.images import open_folder
-from hvdtrain.data.plan import Plan
-from hvdtrain.data.shards import open_shards
+from hvdtrain.inputs import loading
+from hvdtrain.datasets.images import open_folder
+from hvdtrain.inputs.plan import Plan
+from hvdtrain.datasets.shards import open_shards
 from hvdtrain.engines.start import start
 def ours(open_source):
     loading.start_workers_early()
@@ -93,7 +93,7 @@ measure(images for _, images in first())
 import random
 import spdl.io
 from spdl.pipeline import PipelineBuilder
-from hvdtrain.data.decoding import random_box
+from hvdtrain.datasets.decoding import random_box
 files = sorted((root / "train").glob("*/*.jpg"))
 draw = random.Random(rank)
 def load(path):

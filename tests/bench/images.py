@@ -48,8 +48,8 @@ print(images_per_second(lambda: [None for batch in batches]))
     "ours": """
 import sys, torch
 from pathlib import Path
-from hvdtrain.data.images import open_folder
-from hvdtrain.data.plan import Plan
+from hvdtrain.datasets.images import open_folder
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.imagenet import scaled
 from hvdtrain.engines.start import start
 pixels = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1)

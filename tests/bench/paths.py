@@ -198,12 +198,12 @@ def main() -> None:
     for name, functions in found.items():
         files = {PACKAGE / function.file for function in functions}
         print(f"| {name} | {len(files)} | {lines(files):,} |")
-    step = next(path for path in sorted((PACKAGE / "training").glob("*.py")) if "\nclass Step" in path.read_text())
+    step = next(path for path in sorted((PACKAGE / "loop").glob("*.py")) if "\nclass Step" in path.read_text())
     for path in (step, PACKAGE / "training" / "__init__.py"):
         files = closure(path)
         print(f"| eager imports of {path.relative_to(PACKAGE)} | {len(files)} | {lines(files):,} |")
     print(f"| circles of imports | {len(circles())} | |")
-    print(f"| attributes of Run | {attributes('training/run_base.py', 'RunBase')} | |")
+    print(f"| attributes of Run | {attributes('loop/run_base.py', 'RunBase')} | |")
     for function in sorted(found.get(flags.functions or "", ())):
         print(f"{function.file:36} {function.name}")
 

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from hvdtrain import mnist
+from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
+from hvdtrain.features.replicas import Replicas
+from hvdtrain.inputs.tensors import Tensors
 from hvdtrain.launching.exit_codes import run
+from hvdtrain.loop import step
+from hvdtrain.loop.loop import Loop
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.stopping import Stopping
 from hvdtrain.models.convnet import ConvNet, CosineNet
-from hvdtrain.training import step
-from hvdtrain.training.checkpoints import Checkpoints
-from hvdtrain.training.features.replicas import Replicas
-from hvdtrain.training.loop import Loop
-from hvdtrain.training.run import Run
-from hvdtrain.training.stopping import Stopping
-from hvdtrain.training.tensors import Tensors
 
 FIRST = 20  # steps left out
 seconds: dict[str, float] = defaultdict(float)

@@ -27,13 +27,14 @@ from pathlib import Path
 import torch
 
 from hvdtrain import mnist, training
-from hvdtrain.data import loading
+from hvdtrain.checkpoint import checkpoint, checkpoints, contents, writer
 from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
-from hvdtrain.hangs import peers
+from hvdtrain.guards import peers
+from hvdtrain.inputs import loading
 from hvdtrain.launching import exit_codes, processes
-from hvdtrain.training import checkpoint, checkpoints, contents, evaluation, writer
+from hvdtrain.loop import evaluation
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 STRUCK = Path(os.environ.get("STRUCK", os.devnull))

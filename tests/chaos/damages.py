@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.training import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint, reading
 from tests.chaos.outcomes import Outcome
 
 KINDS = ("cut", "flip", "empty", "zeroed", "swapped", "appended", "put in", "header")

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.data import make_shards
+from hvdtrain.datasets import make_shards
 from tests import image_set
 from tests.e2e.launchers import ROOT
 

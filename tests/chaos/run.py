@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain.training import checkpoint
+from hvdtrain.checkpoint import checkpoint
 from tests.chaos.damages import damages
 from tests.chaos.lineage import HARMLESS, WRAPPER, all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.outcomes import Outcome, Outcomes, report

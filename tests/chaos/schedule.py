@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.training import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint, reading
 from tests.chaos.lineage import all_struck, attacked, results, seconds_lost, tally
 from tests.chaos.outcomes import Outcome
 

@@ -97,7 +97,7 @@ ledger = Ledger()
 
 
 def line_of_program() -> str:
-    """Return the innermost line of the project that led to this call, as "training/step.py:57 text"."""
+    """Return the innermost line of the project that led to this call, as "loop/step.py:57 text"."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

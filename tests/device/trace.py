@@ -68,13 +68,13 @@ def load(name: str) -> ModuleType:
 
 def traced(script: str, flags: Sequence[str]) -> Trace:
     """Run a script in this process, on the stand-in. `stand_in.install` must have been called."""
+    from hvdtrain.checkpoint import contents
+    from hvdtrain.checkpoint.checkpoints import Checkpoints
     from hvdtrain.engines import single
     from hvdtrain.engines.errors import Failure
+    from hvdtrain.loop import loop as loops
+    from hvdtrain.loop.step import Step
     from hvdtrain.output import device_times
-    from hvdtrain.training import contents
-    from hvdtrain.training import loop as loops
-    from hvdtrain.training.checkpoints import Checkpoints
-    from hvdtrain.training.step import Step
 
     device_times.SIDES[stand_in.NAME] = 64
     stand_in.ledger.noted.clear()

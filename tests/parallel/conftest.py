@@ -24,7 +24,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _same_collectives(engine):
-    """Ranks call the same collectives in the same order, by which a rank that does not is found (hangs/diagnosis.py)."""
+    """Ranks call the same collectives in the same order, by which a rank that does not is found (guards/diagnosis.py)."""
     yield
     called = [engine.activity.called[0], list(engine.activity.called[1])]
     assert engine.all_gather_object(called, "called") == [called] * engine.size

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from docs.programs.sam import SAM
-from hvdtrain.data.sharding import epoch_order
+from hvdtrain.inputs.sharding import epoch_order
 
 N, GLOBAL, TESTED = 31, 12, 13  # three steps in an epoch, the last one with 7 samples
 EPOCHS = 3

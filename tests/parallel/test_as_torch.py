@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, TensorDataset
 
-from hvdtrain.data.sharding import epoch_order
+from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint.contents import decoded, encoded
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint, reading
-from hvdtrain.training.contents import decoded, encoded
+from hvdtrain.inputs.sharding import epoch_order
 from tests.parallel.test_loop import N, X, Y, a_run, alone, fit, same
 
 

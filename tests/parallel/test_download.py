@@ -1,8 +1,9 @@
 """Of the ranks of a host, one downloads, and all have the same."""
 
 from hvdtrain import mnist
-from hvdtrain.data import compile_cache, idx
-from hvdtrain.training.start import started
+from hvdtrain.datasets import idx
+from hvdtrain.loop.start import started
+from hvdtrain.models import compile_cache
 from tests.single.data import fake_mnist
 
 

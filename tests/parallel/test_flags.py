@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from hvdtrain import mnist
 from hvdtrain.engines.carried import carries_bf16
 from hvdtrain.engines.errors import Failure
-from hvdtrain.training import step as step_module
-from hvdtrain.training.start import started
+from hvdtrain.loop import step as step_module
+from hvdtrain.loop.start import started
 from tests.parallel.test_loop import a_run
 from tests.single.training.small import fit
 

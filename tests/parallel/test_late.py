@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain.data.sharding import epoch_order
+from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
 from hvdtrain.engines.errors import Failure
+from hvdtrain.features import late_verdict, non_finite
+from hvdtrain.features.late_verdict import LateVerdict
+from hvdtrain.inputs.sharding import epoch_order
+from hvdtrain.loop.stopping import Decision, Stopping
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.features import late_verdict, non_finite
-from hvdtrain.training.features.late_verdict import LateVerdict
-from hvdtrain.training.stopping import Decision, Stopping
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain.data.sharding import epoch_order
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.inputs.sharding import epoch_order
 from tests.parallel.test_loop import N, X, Y, a_run
 from tests.single.training.small import fit
 

@@ -15,15 +15,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hvdtrain import training
-from hvdtrain.data.sharding import epoch_order
+from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
+from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.engines.carried import carries_bf16
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import flatten, floating_buffers
+from hvdtrain.inputs.sharding import epoch_order
+from hvdtrain.loop.start import started
+from hvdtrain.loop.stopping import Stopped
 from hvdtrain.output.metric_names import Metric
-from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.checkpoints import Checkpoints
-from hvdtrain.training.start import started
-from hvdtrain.training.stopping import Stopped
 from tests.single.training.small import fit
 
 N = 22  # with batches of 4: at 3 ranks the last step has 10 samples, at 2 ranks 6
@@ -190,7 +190,7 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
         raise OSError("no listener")
 
     if not connected:
-        monkeypatch.setattr("hvdtrain.hangs.peers.listen", refuse)
+        monkeypatch.setattr("hvdtrain.guards.peers.listen", refuse)
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 

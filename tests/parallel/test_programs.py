@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hvdtrain import training
+from hvdtrain.loop.start import started
 from hvdtrain.output.metric_names import Metric
-from hvdtrain.training.start import started
 from tests.parallel import programs
 from tests.single.training.small import Killed, kill_at
 from tests.twins.twin import digest

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.data import shards
-from hvdtrain.data.shard_index import obtain, scan
+from hvdtrain.datasets import shards
+from hvdtrain.datasets.shard_index import obtain, scan
 from hvdtrain.engines.errors import UserError
 
 SIZES = (3, 0, 7, 1, 5)  # samples

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvdtrain.loop import optimizers
 from hvdtrain.output.run_output import parameters_sha256
-from hvdtrain.training import optimizers
 from tests.parallel.test_loop import N, a_run, alone
 from tests.single.training.small import fit
 

@@ -1,4 +1,4 @@
-"""What a test trains in this process ends with the test: its time limit for the end (hangs/leaving.py), and its core."""
+"""What a test trains in this process ends with the test: its time limit for the end (guards/leaving.py), and its core."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def this_process_works_on():
         for thread in processes.threads():
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(thread, cores)
-    if leaving := sys.modules.get("hvdtrain.hangs.leaving"):
+    if leaving := sys.modules.get("hvdtrain.guards.leaving"):
         leaving.stop()
 
 
@@ -40,7 +40,7 @@ def worker_server():
 
     The first server of a process is that of all its later tests, so each file with workers asks for this one.
     """
-    from hvdtrain.data import loading
+    from hvdtrain.inputs import loading
 
     loading.start_workers_early(["pytest", "hvdtrain.training", "tests.single.training.small"])
 

@@ -21,20 +21,20 @@ from hypothesis import strategies as st
 from hvdtrain import training
 from hvdtrain.analysis.reporting import page
 from hvdtrain.analysis.reporting.runs import read_runs, time_shares
-from hvdtrain.data import idx, shards
-from hvdtrain.data.shard_reading import Job, ShardBatches
+from hvdtrain.checkpoint import checkpoint, contents, reading
+from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.checkpoint.randomness import Generators
+from hvdtrain.datasets import idx, shards
+from hvdtrain.datasets.shard_reading import Job, ShardBatches
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.portable import flattened
 from hvdtrain.engines.single import SerialEngine
+from hvdtrain.loop.preparing import prepare
+from hvdtrain.loop.state import TrainState
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weight_files import MOST_TENSORS
 from hvdtrain.models.weights import load_weights
 from hvdtrain.output import run_output
-from hvdtrain.training import checkpoint, contents, reading
-from hvdtrain.training.checkpoints import Checkpoints
-from hvdtrain.training.preparing import prepare
-from hvdtrain.training.randomness import Generators
-from hvdtrain.training.state import TrainState
 from tests.facts import sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.training.run import Run
-from hvdtrain.training.step import Step
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.step import Step
 from tests.e2e import launchers
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hvdtrain import training
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.loop.start import started
 from hvdtrain.output.metric_names import Metric
-from hvdtrain.training.start import started
 
 SAMPLES, EPOCHS, GLOBAL_BATCH = 31, 2, 12  # three steps in an epoch, the last one with 7 samples
 WIDTH = 4

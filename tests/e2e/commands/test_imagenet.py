@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.data import make_shards
+from hvdtrain.datasets import make_shards
 from tests import image_set
 from tests.e2e.launchers import (
     LAUNCHERS,

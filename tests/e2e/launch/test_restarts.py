@@ -128,7 +128,7 @@ def test_a_killed_rank_costs_nothing_but_time(name, tmp_path):
     # Rank 1 kills itself at its twentieth step, the first time.
     body = f"""
 import os, pathlib, signal, sys
-from hvdtrain.engines import activity
+from hvdtrain.guards import activity
 from hvdtrain import mnist
 from hvdtrain.engines import launchers
 from hvdtrain.launching import exit_codes, processes

@@ -216,7 +216,7 @@ def test_ranks_with_different_flags_are_refused():
 @pytest.mark.slow
 def test_a_rank_that_never_comes_to_the_start_ends_the_job():
     body = "import sys, time; from hvdtrain import mnist; from hvdtrain.engines import launchers; "
-    body += "from hvdtrain.launching.exit_codes import run; from hvdtrain.hangs import start_limit, timeouts; "
+    body += "from hvdtrain.launching.exit_codes import run; from hvdtrain.guards import start_limit, timeouts; "
     body += "start_limit.SAY_SECONDS = 1.0; timeouts.PHASE_SECONDS['start-up'] = 3.0; "
     body += "launchers.announced().rank and time.sleep(1000); run(mnist.main)"
     start = LAUNCHERS["mpirun"].format(ranks=2)

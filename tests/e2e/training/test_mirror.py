@@ -263,7 +263,7 @@ def test_a_store_that_cannot_be_used_ends_the_start_in_one_line(fault, store, tm
 def test_a_large_checkpoint_goes_in_parts_and_appears_only_when_all_are_there(store, tmp_path, monkeypatch):
     import botocore
 
-    from hvdtrain.output.remote import Remote
+    from hvdtrain.checkpoint.remote import Remote
 
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)

@@ -132,7 +132,7 @@ def test_the_plain_versions_run(name):
 @pytest.mark.leaves("sem.hvdtrain-", "hvdtrain-")
 def test_a_killed_run_on_shards_goes_on_at_the_very_image_and_refuses_other_shards(tmp_path):
     folder = image_set.write(tmp_path / "folder", train=48, test=16)
-    make = f"{PYTHON} -m hvdtrain.data.make_shards {folder} {tmp_path}/shards --samples-per-shard 12"
+    make = f"{PYTHON} -m hvdtrain.datasets.make_shards {folder} {tmp_path}/shards --samples-per-shard 12"
     done = launch(make, PYTHONPATH=str(ROOT))
     assert done.code == 0, done
     program = ROOT / "hvdtrain" / "imagenet.py"

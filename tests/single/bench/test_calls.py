@@ -33,8 +33,8 @@ def found() -> tuple[list[Call], set[str]]:
 def test_a_quiet_step_of_mnist_keeps_to_the_budget(found):
     calls, _ = found
     route = "\n".join(f"{call.file}: {call.function}" for call in calls)
-    assert calls[0] == Call("training/loop.py", "Loop._steps")
-    assert Call("training/step.py", "Step.backward") in calls
+    assert calls[0] == Call("loop/loop.py", "Loop._steps")
+    assert Call("loop/step.py", "Step.backward") in calls
     assert len(calls) <= MOST_CALLS, route
     assert len({call.file for call in calls}) <= MOST_FILES, route
 
@@ -46,12 +46,12 @@ def test_training_does_not_import_what_it_does_not_use(found):
 
 
 def test_calls_of_other_packages_and_other_steps_are_not_counted():
-    from hvdtrain.data.sharding import passes_per_step
+    from hvdtrain.inputs.sharding import passes_per_step
 
     def steps() -> None:
         for _ in range(3):
             json.dumps(passes_per_step(64, 2, 8))
 
-    assert calls_of_step(steps, 0) == [Call("data/sharding.py", "passes_per_step")] * 3
+    assert calls_of_step(steps, 0) == [Call("inputs/sharding.py", "passes_per_step")] * 3
     assert calls_of_step(steps, 1) == []
     assert sys.getprofile() is None

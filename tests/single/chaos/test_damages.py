@@ -6,8 +6,8 @@ from collections import Counter
 
 import torch
 
-from hvdtrain.training import checkpoint
-from hvdtrain.training.state import TrainState
+from hvdtrain.checkpoint import checkpoint
+from hvdtrain.loop.state import TrainState
 from tests.chaos.damages import HEADERS, KINDS, damages
 from tests.facts import sound_facts
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
+from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.training import checkpoint, reading
-from hvdtrain.training.features.predictions import Predictions, write_predictions
+from hvdtrain.features.predictions import Predictions, write_predictions
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training.small import N, X, Y, flags_for, network

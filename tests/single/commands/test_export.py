@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hvdtrain import export, imagenet, lm, mnist, training
+from hvdtrain.checkpoint import loading, reading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models import exporting
-from hvdtrain.training import loading, reading
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training import small

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import doctor, export, report, training, unpack
-from hvdtrain.data import make_shards
+from hvdtrain.datasets import make_shards
 from tests import image_set
 from tests.single.analysis.reporting.run_records import WHOLE, leave  # noqa: F401
 

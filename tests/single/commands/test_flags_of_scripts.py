@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 from hvdtrain import imagenet, lm, mnist
-from hvdtrain.data import decoding, idx, images, loading, make_shards
-from hvdtrain.data.sharding import epoch_order
+from hvdtrain.checkpoint import checkpoint
+from hvdtrain.checkpoint import writer as writers
+from hvdtrain.datasets import decoding, idx, images, make_shards
 from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs import loading
+from hvdtrain.inputs.sharding import epoch_order
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.training import checkpoint
-from hvdtrain.training import writer as writers
 from tests import image_set
 from tests.single.data import fake_mnist
 from tests.single.trained import Trained, trained

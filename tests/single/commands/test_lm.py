@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hvdtrain import lm
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint
 from tests.facts import sound_facts
 from tests.single.examples import one_line
 

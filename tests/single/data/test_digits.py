@@ -1,4 +1,4 @@
-"""hvdtrain.data.digits: the digits in the package are the UCI set's, and the same bytes everywhere."""
+"""hvdtrain.datasets.digits: the digits in the package are the UCI set's, and the same bytes everywhere."""
 
 import gzip
 import hashlib
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.data import digits
+from hvdtrain.datasets import digits
 from hvdtrain.engines.errors import UserError
 
 

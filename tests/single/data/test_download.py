@@ -1,4 +1,4 @@
-"""Downloads of hvdtrain.data.idx: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
+"""Downloads of hvdtrain.datasets.idx: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
 
 import gzip
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.data import cache, idx
+from hvdtrain.datasets import cache, idx
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake

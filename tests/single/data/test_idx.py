@@ -1,4 +1,4 @@
-"""hvdtrain.data.idx: MNIST files found, verified, named when wrong; what the ranks of a host share."""
+"""hvdtrain.datasets.idx: MNIST files found, verified, named when wrong; what the ranks of a host share."""
 
 import gzip
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.data import cache, idx
+from hvdtrain.datasets import cache, idx
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
 

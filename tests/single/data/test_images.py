@@ -18,15 +18,16 @@ import torch
 from PIL import Image
 
 from hvdtrain import imagenet
-from hvdtrain.data import decoding, images, loading, make_shards, shards, synthetic
-from hvdtrain.data.corrupt import CorruptSample, CorruptSamples
+from hvdtrain.datasets import decoding, images, make_shards, shards, synthetic
+from hvdtrain.datasets.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs import loading
+from hvdtrain.inputs.images import Images, evaluated
+from hvdtrain.loop import optimizers
+from hvdtrain.loop.evaluation import Evaluation
+from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.models import classifiers as models
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training import optimizers
-from hvdtrain.training.evaluation import Evaluation
-from hvdtrain.training.features.images import Images, evaluated
-from hvdtrain.training.state import Initial, TrainState
 from tests import image_set
 
 pytestmark = image_set.needs_torchvision

@@ -17,11 +17,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.data import fork_server, loading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
+from hvdtrain.inputs import fork_server, loaders, loading
 from hvdtrain.launching.processes import runs
-from hvdtrain.training import loaders
 from hvdtrain.training import parser as parser_of_training
 from tests.single.training.small import flags_for
 from tests.waiting import wait_for
@@ -30,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import os, sys
 import torch
-from hvdtrain.data.loading import loader, start_workers_early
+from hvdtrain.inputs.loading import loader, start_workers_early
 
 {top}
 
@@ -106,7 +105,7 @@ def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
     )
     (tmp_path / "rank.py").write_text(
         "import os, pathlib, time\n"
-        "from hvdtrain.data.loading import start_workers_early\n"
+        "from hvdtrain.inputs.loading import start_workers_early\n"
         "start_workers_early(['endless'])\n"
         "while not pathlib.Path('pid').exists(): time.sleep(0.01)\n"
         "os._exit(1)\n"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.data import leftovers
+from hvdtrain.inputs import leftovers
 from tests.waiting import wait_for
 
 RANK = """
 import sys, time, torch
-from hvdtrain.data.loading import loader, start_workers_early
+from hvdtrain.inputs.loading import loader, start_workers_early
 if __name__ == "__main__":
     start_workers_early([])
     batches = iter(loader([1] * 10**6, int(sys.argv[1]), torch.device("cpu"), range(10**6)))

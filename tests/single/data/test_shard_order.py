@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data.shard_order import ShardOrder, shard_order, window_of
-from hvdtrain.data.sharding import epoch_order, steps
+from hvdtrain.datasets.shard_order import ShardOrder, shard_order, window_of
+from hvdtrain.inputs.sharding import epoch_order, steps
 from tests.single.examples import tried
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(sum)

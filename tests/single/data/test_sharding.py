@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from hvdtrain.data.sharding import epoch_order, shard, steps, steps_per_epoch
+from hvdtrain.inputs.sharding import epoch_order, shard, steps, steps_per_epoch
 
 CASES = [
     (n, size, batch, accumulate)

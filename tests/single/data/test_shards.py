@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hvdtrain.data import loading, make_shards, shard_index, shard_reading, sharding, shards
-from hvdtrain.data.shard_index import obtain, save, scan
+from hvdtrain.datasets import make_shards, shard_index, shard_reading, shards
+from hvdtrain.datasets.shard_index import obtain, save, scan
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
+from hvdtrain.inputs import loading, sharding
 from tests import image_set
 from tests.single.examples import little_memory, one_line, spoilt, tried
 

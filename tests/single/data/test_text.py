@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data import text
-from hvdtrain.data.vocabularies import Bytes, Characters, restore
+from hvdtrain.datasets import text
+from hvdtrain.datasets.vocabularies import Bytes, Characters, restore
 from hvdtrain.engines.errors import UserError
 from tests.single.examples import one_line, tried
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvdtrain.data import make_shards
+from hvdtrain.datasets import make_shards
 from tests import image_set
 
 torch_has_it = pytest.importorskip("torch.utils.backend_registration")

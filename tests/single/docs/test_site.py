@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import training
-from hvdtrain.training.step import Step
+from hvdtrain.loop.step import Step
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = ROOT / "docs" / "site"
@@ -73,7 +73,7 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", styles)
     assert "launcher" in (site / "searchindex.js").read_text()
     api = (site / "docs" / "reference" / "api.html").read_text()
-    for name in ("hvdtrain.training.Run.steps", "hvdtrain.training.step.Step.backward", "hvdtrain.training.positive"):
+    for name in ("hvdtrain.training.Run.steps", "hvdtrain.loop.step.Step.backward", "hvdtrain.training.positive"):
         assert f'id="{name}"' in api, name
     assert (site / "docs" / "ladder.html").read_text().count("data:image/svg+xml;base64,") > 3
     assert "After the loop, the gradients are those of the global batch." in api

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvdtrain.engines.activity import Activity
+from hvdtrain.guards.activity import Activity
 
 
 @pytest.fixture(autouse=True)

@@ -10,15 +10,15 @@ import sys
 import pytest
 import torch
 
-from hvdtrain.engines import flight
-from hvdtrain.engines.flight import Last, explain, record
+from hvdtrain.guards import flight
+from hvdtrain.guards.flight import Last, explain, record
 
 NAMES = ["rank 0 on a", "rank 1 on a", "rank 2 on b"]
 WHAT = "nccl:all_reduce of 1,000 Float"
 
 OVER_GLOO = """
 import pathlib, sys, torch, torch.distributed as dist
-from hvdtrain.engines import flight
+from hvdtrain.guards import flight
 flight.record(kind="fr")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(100):

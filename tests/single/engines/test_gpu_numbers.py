@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.data.sharding import seed_generators
+from hvdtrain.checkpoint import checksums
 from hvdtrain.engines import arithmetic
-from hvdtrain.engines.activity import Activity
 from hvdtrain.engines.carried import in_memory_order
 from hvdtrain.engines.compression import GradientCompressor
 from hvdtrain.engines.ddp import DdpEngine
@@ -23,8 +22,9 @@ from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
-from hvdtrain.hangs import leaving
-from hvdtrain.training import checksums
+from hvdtrain.guards import leaving
+from hvdtrain.guards.activity import Activity
+from hvdtrain.inputs.sharding import seed_generators
 
 # ---- gradients on the wire
 

@@ -6,11 +6,11 @@ import socket
 import pytest
 import torch
 
+from hvdtrain.checkpoint.resume import LOCK_SECONDS
 from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.gloo import refuse_absent_server, refuse_unknown_own_name
 from hvdtrain.engines.tuning import ABORT_DELAY, tuned_environment
-from hvdtrain.training.resume import LOCK_SECONDS
 
 
 def test_everything_is_set_where_nothing_was():

@@ -13,7 +13,7 @@ import pytest
 from hvdtrain.launching import exit_codes
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMANDS = ["benchmark", "data.make_shards", "doctor", "imagenet", "lm", "mnist", "reduce"]
+COMMANDS = ["benchmark", "datasets.make_shards", "doctor", "imagenet", "lm", "mnist", "reduce"]
 LOCAL_RANKS = shlex.quote(str(ROOT / "tests" / "single" / "launching" / "without_imports.py"))
 STATE = (
     "import gc, sys, threading; print(gc.isenabled(), threading.active_count(), len(sys.meta_path), file=sys.stderr)"

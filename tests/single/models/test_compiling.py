@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.data import compile_cache
 from hvdtrain.engines.errors import UserError
+from hvdtrain.models import compile_cache
 from hvdtrain.models.classifiers import build_model
 from hvdtrain.models.compiling import blocks, compiled, require_compiler
 from hvdtrain.models.convnet import ConvNet
@@ -106,7 +106,7 @@ def test_what_is_compiled_is_kept_where_nobody_else_can_write(own_cache, tmp_pat
     program = """
 import os
 from pathlib import Path
-from hvdtrain.data import compile_cache
+from hvdtrain.models import compile_cache
 compile_cache.use_private()
 from torch._inductor import codecache  # which has looked for the place, once
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
@@ -123,7 +123,7 @@ print(cache_dir(), default_cache_dir(), triton_cache_dir(0), InductorOnDiskCache
 def test_a_user_without_a_cache_gets_a_place_until_the_end(own_cache, tmp_path):
     own_cache.mkdir()
     own_cache.chmod(0o777)
-    program = "import os; from hvdtrain.data import compile_cache as c; c.require_private(); print(os.environ['{}'])"
+    program = "import os; from hvdtrain.models import compile_cache as c; c.require_private(); print(os.environ['{}'])"
     run = [sys.executable, "-c", program.format("TORCHINDUCTOR_CACHE_DIR")]
     used = Path(subprocess.check_output(run, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}, timeout=60).strip())
     assert used.is_relative_to(tmp_path)

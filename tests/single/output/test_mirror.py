@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from hvdtrain import export, training
+from hvdtrain.checkpoint import checkpoint, mirror_process
+from hvdtrain.checkpoint.remote import Differs, Remote, identity
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
-from hvdtrain.output import mirror_process
-from hvdtrain.output.remote import Differs, Remote, identity
-from hvdtrain.training import checkpoint
 from tests.e2e import launchers
 from tests.single.training import small
 from tests.waiting import wait_for
@@ -188,7 +187,7 @@ def test_a_copying_process_that_is_killed_is_told_and_training_goes_on(tmp_path,
         net = small.network()
         model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
         commands = {pid: processes.command_line(pid) for pid in processes.descendants(os.getpid())}
-        (process,) = [pid for pid, words in commands.items() if "hvdtrain.output.mirror_process" in words]
+        (process,) = [pid for pid, words in commands.items() if "hvdtrain.checkpoint.mirror_process" in words]
         os.kill(process, signal.SIGKILL)
         wait_for(lambda: launchers.events(tmp_path / "out", "error"), "nobody is told")
         small.train(run, model)
@@ -362,7 +361,7 @@ def test_the_process_ends_with_rank_0_and_does_not_need_torch(output, tmp_path):
     asked = dict(
         parent=os.getpid(), output_dir=str(output.directory), mirror=f"file://{tmp_path}/there", resume="auto", keep=3
     )
-    program = [sys.executable, "-X", "importtime", "-m", "hvdtrain.output.mirror_process", json.dumps(asked)]
+    program = [sys.executable, "-X", "importtime", "-m", "hvdtrain.checkpoint.mirror_process", json.dumps(asked)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline()) == ["ready", ""]
         output.save(1)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hvdtrain.features.profile import Profile
+from hvdtrain.loop.feature import Features
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.training.feature import Features
-from hvdtrain.training.features.profile import Profile
 from tests.single.unwritable import no_room
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hvdtrain import training
 from hvdtrain.flags import Flags
-from hvdtrain.training.run import Run
-from hvdtrain.training.step import Step
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.step import Step
 
 N = 40
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))

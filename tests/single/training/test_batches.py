@@ -9,11 +9,11 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
-from hvdtrain.data.plan import Plan
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.features.several import of_other
-from hvdtrain.training.tensors import Indices
+from hvdtrain.inputs.plan import Plan
+from hvdtrain.inputs.several import of_other
+from hvdtrain.inputs.tensors import Indices
 from tests.single.training import small
 
 N = 22

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain import export, training
+from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import writer as writers
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint, reading
-from hvdtrain.training import writer as writers
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import Killed, N, X, Y, flags_for
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdtrain.checkpoint import checkpoint, reading, verify
+from hvdtrain.checkpoint import writer as writers
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lock import Lock
 from hvdtrain.output import best
-from hvdtrain.training import checkpoint, reading, verify
-from hvdtrain.training import writer as writers
 from tests.facts import sound_facts
 
 TENSORS = {

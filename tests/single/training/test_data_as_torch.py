@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.fetching import samples_in
+from hvdtrain.inputs.fetching import samples_in
 from tests.single.training import small
 
 pytestmark = pytest.mark.usefixtures("worker_server")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.features import debug_page
+from hvdtrain.features import debug_page
 from tests.e2e.launchers import free_port
 from tests.single.training.small import X, Y, fit, flags_for, network
 

@@ -1,4 +1,4 @@
-"""The core works without each of its features, and a feature is one file and its lines in training/start.py."""
+"""The core works without each of its features, and a feature is one file and its lines in loop/start.py."""
 
 import ast
 import json
@@ -13,22 +13,22 @@ from torch import nn
 
 from hvdtrain import training
 from hvdtrain.engines import errors
+from hvdtrain.features import energy, memory
+from hvdtrain.loop.feature import Feature
 from hvdtrain.output import rank_times
-from hvdtrain.training.feature import Feature
-from hvdtrain.training.features import energy, memory
 from tests.e2e import launchers
 from tests.single.training.small import X, Y, fit, flags_for
 
 ROOT = Path(__file__).resolve().parents[3]
-FEATURES = sorted(path.stem for path in (ROOT / "hvdtrain/training/features").glob("[a-z]*.py"))
-START = "hvdtrain/training/start.py"
+FEATURES = sorted(path.stem for path in (ROOT / "hvdtrain/features").glob("[a-z]*.py"))
+START = "hvdtrain/loop/start.py"
 PROGRAM = "tests/golden/program.py"
 # Imports torch once, and forks: each child trains without another feature, with a start.py that does not use it.
 RUNS = f"""
 import importlib.util, os, runpy, sys, torch._dynamo
 class Changed:
     def find_spec(self, name, path=None, target=None):
-        if name == "hvdtrain.training.start":
+        if name == "hvdtrain.loop.start":
             return importlib.util.spec_from_file_location(name, directory + "/start.py")
 sys.path.insert(0, {str(ROOT)!r})
 sys.meta_path.insert(0, Changed())
@@ -36,7 +36,7 @@ for words in sys.argv[1:]:
     feature, directory = words.split("=", 1)
     if (child := os.fork()) == 0:
         if feature:
-            sys.modules["hvdtrain.training.features." + feature] = None
+            sys.modules["hvdtrain.features." + feature] = None
         words = "--epochs 1 --engine serial --threads 1 --no-progress --log-steps 1 --output-dir"
         sys.argv = ["program.py", *words.split(), directory + "/out"]
         try:
@@ -52,7 +52,7 @@ class Without(ast.NodeTransformer):
     """Removes the lines that import a feature, and those that use what they import."""
 
     def __init__(self, feature: str):
-        self.module, self.names = f"hvdtrain.training.features.{feature}", set[str]()
+        self.module, self.names = f"hvdtrain.features.{feature}", set[str]()
         self.removed = 0
 
     def visit(self, node: ast.AST) -> ast.AST | None:
@@ -99,8 +99,8 @@ def test_a_training_that_does_not_use_a_feature_works_without_its_file(feature, 
 
 
 def test_no_file_of_the_core_imports_a_feature():
-    core = [path for path in (ROOT / "hvdtrain/training").glob("*.py") if path.name != "start.py"]
-    assert not [path.name for path in core if "training.features" in path.read_text()]
+    core = [path for path in (ROOT / "hvdtrain/loop").glob("*.py") if path.name != "start.py"]
+    assert not [path.name for path in core if "hvdtrain.features" in path.read_text()]
 
 
 def trained(out: Path, *argv: str) -> str:
@@ -132,7 +132,7 @@ def test_the_peak_memory_of_each_part_is_recorded_on_a_cpu(tmp_path, capsys):
 
 def with_feature(monkeypatch, make) -> None:
     """Add a feature to those of the next training."""
-    start = sys.modules["hvdtrain.training.start"]  # training.start is the function
+    start = sys.modules["hvdtrain.loop.start"]  # training.start is the function
     usual = start.features_of
     monkeypatch.setattr(start, "features_of", lambda engine, *more: [*usual(engine, *more), make(engine)])
 

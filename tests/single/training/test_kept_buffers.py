@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.training.features.non_finite import Kept
+from hvdtrain.features.non_finite import Kept
 
 
 class Counted(TorchDispatchMode):

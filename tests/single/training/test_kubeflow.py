@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hvdtrain import training
-from hvdtrain.training.features import kubeflow
+from hvdtrain.features import kubeflow
 from tests.single.training.small import N, X, Y, flags_for, network
 from tests.waiting import wait_for
 

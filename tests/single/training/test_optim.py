@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvdtrain.training import optim, optimizers
+from hvdtrain.loop import optim, optimizers
 
 
 def test_onecycle_is_torchs():

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from hvdtrain import training
+from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training import checkpoint, reading
 from tests.e2e.launchers import summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 

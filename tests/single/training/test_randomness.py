@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
+from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.engines.broadcasts import Broadcasts
 from hvdtrain.engines.errors import UserError
-from hvdtrain.training.randomness import Generators
 from tests.single.training.small import Killed, N, X, Y, flags_for
 
 GENERATORS = {
@@ -104,7 +104,7 @@ def test_a_finished_run_started_again_draws_the_same_at_its_end(tmp_path):
 def test_a_run_stopped_in_its_evaluation_goes_on_after_the_steps(tmp_path, monkeypatch):
     whole = program(tmp_path / "whole", epochs=2)
     with monkeypatch.context() as patch:
-        patch.setattr("hvdtrain.training.evaluation.Evaluations.is_cut_short", lambda self: True)
+        patch.setattr("hvdtrain.loop.evaluation.Evaluations.is_cut_short", lambda self: True)
         program(tmp_path / "apart", epochs=2)  # ends with `Stopped`, which `start` catches
     apart = program(tmp_path / "apart", epochs=2)
     assert ("step", 1) not in apart
@@ -168,9 +168,9 @@ def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_ot
         generators.begin_epoch()
         return generators
 
+    from hvdtrain.checkpoint import contents
+    from hvdtrain.checkpoint.parts import Content
     from hvdtrain.engines.portable import flattened
-    from hvdtrain.training import contents
-    from hvdtrain.training.parts import Content
 
     values = []
     for rank in range(2):

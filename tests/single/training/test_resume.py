@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hvdtrain import imagenet, mnist, training
-from hvdtrain.engines.activity import Activity
+from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import writer as writers
+from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.lock import Lock
-from hvdtrain.training import checkpoint, reading
-from hvdtrain.training import writer as writers
-from hvdtrain.training.checkpoint_interval import CheckpointInterval
-from hvdtrain.training.state import Initial
+from hvdtrain.guards.activity import Activity
+from hvdtrain.loop.state import Initial
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import train
 from tests.single.unwritable import UNWRITABLE
@@ -165,7 +165,7 @@ def test_never_keeps_the_earlier_run(copy):
 def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.mnist.announced", lambda: Announced("mpirun", 0, 3))
-        patch.setattr("hvdtrain.training.resume.Initial", lambda *now: Initial(3, *now[1:]))
+        patch.setattr("hvdtrain.checkpoint.resume.Initial", lambda *now: Initial(3, *now[1:]))
         assert alone(tmp_path, "--model cosinenet") == 0
     with pytest.raises(UserError, match=r"\(--batch-size: 85 in the checkpoint, 64 now\)"):
         alone(tmp_path, "--model cosinenet --batch-size 64")
@@ -174,7 +174,7 @@ def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monke
 
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
-    monkeypatch.setattr("hvdtrain.training.resume.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("hvdtrain.checkpoint.resume.LOCK_SECONDS", 0.3)
     held = Lock(copy, 1)
     try:
         with pytest.raises(UserError, match="another run writes to"):

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.analysis.reporting.runs import read_runs
-from hvdtrain.data import leftovers
-from hvdtrain.data.sharding import epoch_order
+from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.inputs import leftovers
+from hvdtrain.inputs.sharding import epoch_order
 from hvdtrain.output.best import goodness
-from hvdtrain.training import checkpoint, reading
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 

@@ -21,9 +21,9 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from hvdtrain import training
-from hvdtrain.data.plan import Plan, batches_after, steps_of_batches
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.training.features.samplers import Drawn
+from hvdtrain.inputs.plan import Plan, batches_after, steps_of_batches
+from hvdtrain.inputs.samplers import Drawn
 from tests.single.training import small
 
 N = 40

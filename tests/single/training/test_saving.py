@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hvdtrain import training
-from hvdtrain.hangs.timeouts import HangTimeouts
-from hvdtrain.training import checkpoint, contents, reading
-from hvdtrain.training.features import replicas
+from hvdtrain.checkpoint import checkpoint, contents, reading
+from hvdtrain.features import replicas
+from hvdtrain.guards.timeouts import HangTimeouts
 from tests.single.training.small import X, flags_for, network, train
 
 

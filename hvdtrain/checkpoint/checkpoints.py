@@ -1,0 +1,247 @@
+"""The checkpoints of a run: a list of parts, each of which adds to a checkpoint and takes from it.
+
+Only rank 0 writes files.
+"""
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint import checkpoint, contents
+from hvdtrain.checkpoint.checkpoint import Facts
+from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
+from hvdtrain.checkpoint.extra_states import ExtraStates
+from hvdtrain.checkpoint.objects import Objects
+from hvdtrain.checkpoint.parts import Content, Moment, Part
+from hvdtrain.checkpoint.randomness import Generators
+from hvdtrain.checkpoint.resume import Resume
+from hvdtrain.checkpoint.saved_buffers import Buffers
+from hvdtrain.checkpoint.writer import Writer
+from hvdtrain.engines import files, lines
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.flags import Flags
+from hvdtrain.inputs.inputs import Input
+from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.state import TrainState
+from hvdtrain.output.metric_names import Metric
+from hvdtrain.output.run_output import RunOutput
+
+
+class Checkpoints:
+    """Saves the parts of a run, and restores them. The constructor raises UserError on rank 0 only.
+
+    metrics: by name; the first one determines the best checkpoint.
+    """
+
+    def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput):
+        self.engine, self.output, self._keep = engine, output, flags.keep
+        self._metrics = dict(metrics)
+        self.resume = Resume(engine, flags, output)  # the checkpoint to resume from
+        self.writes = self.resume.writes
+        self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
+        self.generators = Generators(engine, flags.seed, output.say, keeps=self.writes, draws=flags.evaluate is None)
+        self._evaluates = flags.evaluate is not None
+        self.registered: dict[str, Any] = {}  # what the script has registered, by name; without generators
+        self._parts: list[Part] = []
+        self._last_good: str | None = None
+        self._writer: Writer | None = None
+        self._ends = False  # training is over
+
+    def open(self, data: Mapping[str, object]) -> None:
+        """Compare this run with the checkpoint that it is resumed from, and begin to write new ones. Raises UserError on
+        rank 0 only. data: what identifies the data of this run."""
+        self.resume.require_fit(data)
+        directory = self.resume.directory
+        if directory is None or self.engine.rank != 0:
+            return
+        try:
+            if not self.resume.continues and checkpoint.listed(directory):
+                directory.rename(files.unused(directory))
+        except OSError as error:
+            message = f"{directory} cannot be moved aside ({error.strerror})"
+            raise UserError(f"{message}: name another --output-dir") from error
+        self._writer = Writer(directory, self._keep, self._written, self.resume.lock)
+
+    # ---- the parts
+
+    def restore(self, prepared: Prepared) -> None:
+        """Save models and optimizers from now on, and restore them if the run is resumed. A collective."""
+        trained = sum(p.numel() * p.element_size() for model in prepared.models for p in model.parameters())
+        self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
+        self.objects = Objects(self.engine, self.resume, prepared, self.registered)
+        self._buffers = Buffers(self.engine, self.objects, same=self._evaluates)
+        self._extra = ExtraStates(self.engine, self.objects, same=self._evaluates)
+        self._watch(self.objects.modules())
+        if (content := self.resume.content()) is not None:
+            self.objects.restore(content)
+        for part in (self._extra, self._buffers, self.generators):
+            self.add(part)
+
+    def _watch(self, modules: Mapping[str, Any]) -> None:
+        """Make ready for modules whose state is saved: refuse what cannot be, and make room for what is restored."""
+        if self.writes:
+            for module in modules.values():
+                contents.require_storable(contents.tensors_of(module))
+            self._extra.require_storable(modules)
+        self._buffers.watch(modules, self.resume.content())
+
+    def add(self, part: Part) -> None:
+        """Save a part from now on, and restore it if the run is resumed. A collective."""
+        self._parts.append(part)
+        if (content := self.resume.content()) is not None:
+            part.restore(content)
+
+    def register(self, objects: Mapping[str, Any], generators: Mapping[str, object]) -> None:
+        """Save objects, and generators of random numbers, from now on, and restore them. A collective."""
+        self.generators.registered |= generators
+        for name, what in generators.items() if self.resume.facts is not None else ():
+            self.objects.require_registered(name, what)
+        modules, content = self.objects.modules(objects), self.resume.content()
+        self._watch(modules)
+        self.objects.register(objects, content)
+        if content is not None:
+            self._extra.take(modules)
+
+    def require_all(self, source: Input) -> None:
+        """Raise UserError on every rank if the program does not register an object that the checkpoint has, or reads other
+        samples."""
+        for name in self.resume.facts["registered_types"] if self.resume.facts is not None else ():
+            if name not in self.registered and name not in self.generators.registered:
+                message = f"the checkpoint has {name!r}, which is not registered now"
+                raise UserError(f"{message}: {contents.REGISTER}", everywhere=True)
+        self.resume.require_samples(source)
+
+    def restore_statistics(self, objects: Mapping[str, Any]) -> None:
+        """Restore this rank's running statistics of registered modules. A collective; once all ranks have the same."""
+        if (content := self.resume.content()) is not None:
+            self._buffers.restore_statistics(objects, content)
+
+    def positions(self) -> list[Any] | None:
+        """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
+        content = self.resume.content()
+        saved = content.tensors.get("positions") if content is not None else None
+        held = None if saved is None else contents.decoded(saved)
+        shared: list[Any] | None = self.engine.broadcast_object(held, "checkpoint.positions")
+        return shared
+
+    def begin_training(self) -> None:
+        """Free the loaded checkpoint, and schedule the first automatic one."""
+        self.resume.forget()
+        self.interval.begin()
+
+    # ---- saving
+
+    def save(
+        self, state: TrainState, source: Input | None, moment: Moment, *, automatic: bool = False,
+        score: Facts | None = None, ended: Facts | None = None,
+    ) -> None:  # fmt: skip
+        """Take a snapshot and return. Rank 0 writes it in the background. A collective.
+
+        source: what the steps read. automatic: not requested by the user; the next automatic checkpoint replaces it. score:
+        of the evaluation, if it follows one. ended: how long the loop over run.epochs was that the program left.
+        """
+        with self.interval.saving():
+            for part in (self.objects, *self._parts):
+                part.ready()
+            # 0.0: at least the time limit of a step. Each tensor that is copied is progress, which restarts it.
+            with self.engine.activity.during("checkpoint", 0.0):
+                if self.writes:
+                    about = {"automatic": automatic, "best": score, "ended": ended}
+                    self._save(state, source, moment, about)
+                else:
+                    self.objects.restore_settings()  # a stop in an evaluation may save before `run.epochs`
+
+    def _save(self, state: TrainState, source: Input | None, moment: Moment, about: Facts) -> None:
+        heartbeat = self.engine.activity.heartbeat
+        content = Content(
+            {"outer": [], "workers": []}, moment=moment, writes=self._writer is not None, heartbeat=heartbeat
+        )
+        for part in (*self._parts, self.objects):  # objects last: it may fail on rank 0 alone, and others would wait
+            part.save(content)
+        if source is not None and source.position is not None:
+            positions = self.engine.all_gather_object(source.position(), "checkpoint.positions")
+            content.tensors["positions"] = contents.encoded(positions)
+        if self._writer is None:
+            return
+        content.facts |= about | {
+            "format": checkpoint.FORMAT,
+            "state": asdict(state),
+            "initial": self.resume.initial._asdict(),
+            "world_size": self.engine.size,
+            "engine": self.engine.name,
+            "config": self.resume.config,
+            "typed": self.resume.typed,
+            "data": self.resume.data,
+            "input": self._size_of(source),
+            "split": source.split if source is not None else (self.resume.facts or {}).get("split"),
+        }
+        self._writer.put(content.facts, contents.snapshot(content.live, heartbeat) | content.tensors)
+
+    def _size_of(self, source: Input | None) -> Facts:
+        if source is not None:
+            return {"samples": source.samples, "per_epoch": source.per_epoch}
+        return self.resume.facts["input"] if self.resume.facts is not None else {"samples": 0, "per_epoch": 0}
+
+    def score(self, state: TrainState, epoch: int) -> Facts | None:
+        """Return metric, direction and value of the last evaluation, if it was in this epoch."""
+        for name, metric in self._metrics.items():
+            if name in state.evaluation and state.evaluated_epoch == epoch:
+                return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
+        return None
+
+    def _written(self, path: Path, error: OSError | None) -> None:
+        if self._writer is not None:
+            self.interval.written(self._writer.processor, self._writer.seconds, failed=error is not None)
+        if error is None:
+            self._last_good, step = path.name, int(path.stem.removeprefix("step-"))
+            self.output.event("checkpoint", file=path.name, step=step, cost_seconds=round(self.interval.cost, 6))
+            return
+        last = f"the last good one is {self._last_good}" if self._last_good else "there is no earlier one"
+        goes_on = "" if self._ends else "training continues; "
+        line = f"checkpoint {path} not written ({error.strerror or error}): {goes_on}{last}"
+        lines.warn(line)
+        self.output.event("error", kind="checkpoint", message=line)
+
+    # ---- the end
+
+    def release(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Wait until the last snapshot is on the disk, and release the lock on the output directory. Idempotent.
+
+        Called at the end of the run, also by an exception.
+        """
+        if self._writer is not None and self.resume.lock is not None:
+            self._ends = True
+            self._writer.flush(heartbeat)
+        self.resume.release()
+
+    def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:
+        """Wait until the last snapshot is on the disk. Return an error message if that failed, else None, on every rank. A
+        collective."""
+        message = None
+        self.release(heartbeat)
+        if self._writer is not None and self._writer.failed is not None:
+            message = self._unsaved(self._writer.failed)
+            if self._writer.failed.errno in (errno.ESTALE, errno.EBUSY):  # do not write another run's summary.json
+                self.output.output_dir = None
+        everywhere: str | None = self.engine.broadcast_object(message, "checkpoint.close")
+        return everywhere
+
+    def _unsaved(self, error: OSError) -> str:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free some space there"
+        elif error.errno == errno.EBUSY:
+            remedy = "give each run an --output-dir of its own"
+        elif error.errno == errno.ESTALE:
+            remedy = "start again with --output-dir where it is now, and do not move it while a run writes there"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            remedy = "make it writable"
+        else:
+            remedy = "examine its file system"
+        if self._last_good:
+            remedy += f"; --resume auto then continues from {self._last_good}"
+        return (
+            f"the last checkpoint could not be written to {self.resume.directory} ({error.strerror or error}): {remedy}"
+        )

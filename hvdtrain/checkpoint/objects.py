@@ -1,0 +1,155 @@
+"""The part of a checkpoint that holds models, optimizers, the loss scaler, and what `run.register` was given."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.comparison import chosen_for
+from hvdtrain.checkpoint.parts import Content, Part
+from hvdtrain.checkpoint.resume import Resume
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.schedules import redone
+
+Settings = list[list[dict[str, Any]]]  # of the parameter groups of each optimizer
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
+    """Return a copy of the settings of each optimizer's parameter groups, such as learning rates."""
+    return [
+        [
+            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            for group in one.param_groups
+        ]
+        for one in optimizers
+    ]
+
+
+def set_settings(optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+    """Give each optimizer's parameter groups the settings that `settings_of` returned, and no others."""
+    for optimizer, those in zip(optimizers, settings, strict=True):
+        for group, mine in zip(optimizer.param_groups, those, strict=True):
+            for name in group.keys() - mine.keys() - {"params"}:
+                del group[name]
+            group.update(copy.deepcopy(mine))
+
+
+class Objects(Part):
+    """Models, optimizers, loss scaler and registered objects, at first none. resume: the checkpoint to resume from."""
+
+    def __init__(self, engine: Engine, resume: Resume, prepared: Prepared, registered: dict[str, Any]):
+        self._engine, self._resume, self._prepared, self.registered = engine, resume, prepared, registered
+        self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
+        self._of_program: Settings = []  # of the optimizers, as the program has made them
+        self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
+        self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
+
+    def ready(self) -> None:
+        self._prepared.require_same_groups()
+
+    def save(self, content: Content) -> None:
+        self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
+        if not content.writes:
+            return
+        models, optimizers = self._prepared.models, self._prepared.optimizers
+        facts, tensors = contents.collect(models, optimizers, self.registered, content.heartbeat)
+        facts["registered_types"] |= content.facts["registered_types"]  # those of generators (randomness.py)
+        content.facts |= facts | {"scaler": self._prepared.scaler.state_dict(), "chosen": self._chosen}
+        content.live |= tensors
+
+    def restore(self, content: Content) -> None:
+        from hvdtrain.checkpoint import loading
+
+        prepared, optimizers = self._prepared, self._prepared.optimizers
+        self._of_program = settings_of(optimizers)
+        with self._engine.raising_together("checkpoint"):
+            if content.held is not None:
+                loading.load((content.facts, content.tensors), prepared.models, optimizers, prepared.scaler)
+                self._resume.require_choices(self._chosen)
+        for model in prepared.models:
+            self._engine.broadcast_model(model)
+        for optimizer in optimizers:
+            self._engine.broadcast_optimizer_state(optimizer)
+        if content.facts["scaler"]:
+            prepared.scaler.load_state_dict(content.facts["scaler"])
+
+    # ---- the settings of optimizers
+
+    def take_settings(self) -> None:
+        """Keep the checkpoint's settings, and give the optimizers the program's own again. Call it when all is restored.
+
+        Between run.prepare and run.epochs, a program reads the rates that it begins with, for its schedules.
+        """
+        optimizers = self._prepared.optimizers
+        if self._resume.facts is None:
+            return
+        self._saved = settings_of(optimizers)
+        set_settings(optimizers, self._of_program)
+        if self._resume.lengthened:  # a new scheduler, as `schedules.redone` makes one, takes this as its initial rate
+            for optimizer, saved in zip(optimizers, self._saved, strict=True):
+                for group, theirs in zip(optimizer.param_groups, saved, strict=True):
+                    group["lr"] = copy.deepcopy(theirs.get("initial_lr", group["lr"]))
+
+    def restore_settings(self, only: Sequence[torch.optim.Optimizer] | None = None) -> None:
+        """Give the optimizers the checkpoint's settings. only: these, whose scheduler is registered, and has set the
+        rate when it was created."""
+        for optimizer, settings in zip(
+            self._prepared.optimizers, self._saved, strict=False
+        ):  # `_saved` is empty in a new run
+            if only is not None and not any(optimizer is one for one in only):
+                continue
+            if not any(optimizer is one for one in self._begun_again):
+                set_settings([optimizer], [settings])
+        if only is None:
+            self._saved = []
+
+    # ---- registered objects
+
+    def register(self, objects: Mapping[str, Any], content: Content | None) -> None:
+        """Save these, too, and restore them. A collective. content: None in a new run."""
+        self.registered |= objects
+        self._chosen |= (chosen := chosen_for([], objects))
+        if content is None:
+            return
+        from hvdtrain.checkpoint import loading
+
+        for name, what in objects.items():
+            self.require_registered(name, what)
+            if name not in content.facts["registered"]:
+                raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
+        with self._engine.raising_together("checkpoint"):
+            self._resume.require_choices(chosen)
+        for name, what in objects.items():
+            packed = content.facts["registered"][name]
+            state = loading.unpack_everywhere(self._engine, packed, content.tensors, f"registered.{name}")
+            if self._resume.lengthened and redone(what, state):
+                self._begun_again.append(what.optimizer)
+            else:
+                loading.load_registered(name, what, state)
+        self.restore_settings(
+            [what.optimizer for what in objects.values() if isinstance(what, lr_scheduler.LRScheduler)]
+        )
+
+    def require_registered(self, name: str, what: object) -> None:
+        """Raise UserError on every rank if the checkpoint has no object of this name and class."""
+        assert self._resume.facts is not None
+        if name not in (types := self._resume.facts["registered_types"]):
+            raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
+        contents.require_type(name, what, types[name])
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models, as the script has created them."""
+        return self._prepared.models
+
+    def modules(self, objects: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
+        """Return the models, or the modules of these registered objects, by unique names."""
+        if objects is None:
+            return {f"model {number}": model for number, model in enumerate(self._prepared.models)}
+        return {name: what for name, what in objects.items() if isinstance(what, nn.Module)}

@@ -1,0 +1,185 @@
+"""Random numbers that a program draws itself, outside of `step.batches`: a resumed run draws the same.
+
+The global generators of torch, Python and numpy, and those given to `Run.register`. Each rank has its own states. The code
+at the head of an epoch runs again when an epoch is resumed, so a checkpoint has two of each: the state with which the epoch
+began, and the one with which the steps go on.
+
+generators         JSON as uint8: of each rank, the states without their tensors
+generators.rows    int64 [ranks, n]: of each rank, the bytes of these tensors, padded
+"""
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.parts import Content, Part
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.portable import to_json, unflattened
+from hvdtrain.inputs.sharding import mixed_seed, seed_generators
+
+States = dict[str, Any]  # by the name of the generator
+Pair = tuple[States, States]  # at the beginning of the epoch, and after the last step
+GLOBAL = "global "  # prefix; with a space, so that no name in `Run.register` has it
+
+
+def is_generator(what: object) -> bool:
+    """Return whether `what` is a generator of torch, Python or numpy whose state can be saved."""
+    if isinstance(what, (torch.Generator, random.Random)):
+        return not isinstance(what, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(what, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator, or of the modules `random` and `numpy.random`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "getstate"):
+        version, words, gauss = generator.getstate()
+        return [version, torch.tensor(words), gauss]
+    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set what `state_of` has returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif hasattr(generator, "getstate"):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words.tolist()), gauss))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+class Generators(Part):
+    """The generators of this rank. say: prints a line. keeps: whether there are checkpoints. draws: it trains, and does not
+    only evaluate."""
+
+    def __init__(self, engine: Engine, seed: int, say: Callable[[str], None], *, keeps: bool, draws: bool = True):
+        self._engine, self._seed, self._say, self._keeps, self._draws = engine, seed, say, keeps, draws
+        self.registered: dict[str, Any] = {}
+        self._held: Pair | None = None  # of this rank in the checkpoint, until `begin`
+        self._seeds_anew = False  # this rank is not in the checkpoint
+        self._began: States | None = None  # when the current epoch began
+        self._go_on: States | None = None  # after the last step of an epoch; in a resumed epoch, before its first step
+
+    def _all(self) -> dict[str, Any]:
+        generators: dict[str, Any] = {f"{GLOBAL}torch": torch.default_generator, f"{GLOBAL}random": random}
+        if "numpy" in sys.modules:
+            generators[f"{GLOBAL}numpy"] = sys.modules["numpy"].random
+        if (device := self._engine.device).type == "cuda":
+            generators[f"{GLOBAL}cuda"] = torch.cuda.default_generators[device.index or 0]
+        return generators | self.registered
+
+    def _states(self) -> States:
+        return {name: state_of(generator) for name, generator in self._all().items()}
+
+    def _set(self, states: States) -> None:
+        for name, generator in self._all().items():
+            if name in states:
+                set_state(generator, states[name])
+
+    # ---- the places in a program between which it may draw
+
+    def begin(self, samples: int) -> None:
+        """Restore what the checkpoint has, before the first epoch. samples: done so far."""
+        if self._seeds_anew:
+            seed_generators(mixed_seed(self._seed, "generators", samples, self._engine.rank), self._engine.device)
+            for name, generator in self.registered.items():
+                reseed(generator, mixed_seed(self._seed, name, samples, self._engine.rank))
+        if self._held is not None:
+            began, self._go_on = self._held
+            self._set(began)
+        self._held = None
+
+    def begin_epoch(self) -> None:
+        """Note the states at the head of an epoch."""
+        if self._keeps:
+            self._began = self._states()
+
+    def begin_steps(self, samples_of_epoch: int) -> None:
+        """Restore the states of the last step, in an epoch that is resumed."""
+        if samples_of_epoch and self._go_on is not None:
+            self._set(self._go_on)
+        self._go_on = None
+
+    def end_steps(self) -> None:
+        """Note the states after the last step of an epoch."""
+        if self._keeps:
+            self._go_on = self._states()
+
+    # ---- checkpoints
+
+    def save(self, content: Content) -> None:
+        in_steps, epoch_ended = content.moment
+        pair: Pair | None
+        if self._began is None:  # an evaluation before the first epoch was stopped
+            pair = self._held
+        elif epoch_ended:
+            pair = (self._states(), {})
+        else:
+            pair = (self._began, self._states() if in_steps or self._go_on is None else self._go_on)
+        packed, rows = self._engine.all_gather_nested(pair and list(pair), "checkpoint.generators")
+        content.tensors |= {"generators": contents.encoded(packed), "generators.rows": rows}
+        if content.writes:
+            content.facts["registered_types"] = {n: contents.type_of(what) for n, what in self.registered.items()}
+
+    def restore(self, content: Content) -> None:
+        if self._draws and (line := self._load(content.held)):
+            self._say(line)
+
+    def _load(self, tensors: Mapping[str, Tensor] | None) -> str | None:
+        """Read what `begin` restores. A collective. tensors: of the checkpoint, on rank 0. Return a line if registered
+        generators of this number of ranks are not in it."""
+        saved = None if tensors is None else (contents.decoded(tensors["generators"]), tensors["generators.rows"])
+        packed, rows = self._engine.broadcast_nested(saved, "checkpoint.generators")
+        ranks, rank = len(packed), self._engine.rank
+        if any(one["value"] is None for one in packed):
+            return None
+
+        def pair_of(number: int) -> Pair:
+            began, go_on = unflattened(packed[number]["value"], rows[number])
+            return began, go_on
+
+        if rank < ranks:
+            self._held = pair_of(rank)
+        if self._engine.size <= ranks:
+            return None
+        pairs = [pair_of(number) for number in range(ranks)]
+        alike = [
+            {name: state for name, state in states.items() if all(same(state, pair[which].get(name)) for pair in pairs)}
+            for which, states in enumerate(pairs[0])
+        ]
+        if rank >= ranks:
+            self._seeds_anew, self._held = True, (alike[0], alike[1])
+        unlike = [name for name in pairs[0][0] if name not in alike[0] and not name.startswith(GLOBAL)]
+        if not unlike:
+            return None
+        message = f"the checkpoint has {' and '.join(unlike)} of {ranks} ranks, each another one"
+        return f"{message}: on the other ranks, they begin from new seeds"
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal."""
+    return bool(to_json(one) == to_json(other))
+
+
+def reseed(generator: object, seed: int) -> None:
+    """Seed a generator of torch, Python or numpy. Does nothing for another object."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif numpy is not None and isinstance(generator, numpy.random.Generator):
+        kind = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif numpy is not None and isinstance(generator, numpy.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)

@@ -1,0 +1,357 @@
+"""Loads MNIST, Fashion-MNIST or the embedded digits into memory.
+
+    from hvdtrain.datasets import idx
+    data = idx.load("auto", data_dir=None)
+    print(data.reason)
+
+The content of every MNIST and Fashion-MNIST file is compared with its published SHA-256; a file that differs is an error.
+Therefore ranks on different hosts only need to compare `name`. Of the ranks of a host, one calls this before the others: it
+downloads what is missing, and leaves the verified content in the cache, where the others map it.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hvdtrain.datasets import cache
+from hvdtrain.datasets.corrupt import why
+from hvdtrain.engines import atomic, files
+from hvdtrain.engines.errors import UserError, one_line
+
+NAMES = ("auto", "mnist", "fashion-mnist", "digits")
+CONTENT = "content"  # in the cache: of a data set's files
+SIDE = 28  # pixels
+UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what reading and `unpacked` may raise
+# Of a mirror, without a byte; also for its first answer, with name resolution, connection and TLS.
+SILENCE_SECONDS = 5.0
+TOTAL_SECONDS = 120.0  # for all files together
+
+
+@dataclass(frozen=True)
+class File:
+    """One of the four files of a published dataset."""
+
+    name: str  # uncompressed
+    count: int  # images or labels
+    sha256: str  # of the uncompressed content
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[count, 1, 28, 28] for images, [count] for labels."""
+        return (self.count, 1, SIDE, SIDE) if "images" in self.name else (self.count,)
+
+    @property
+    def header(self) -> int:
+        """Size of the header: two zero bytes, 8 (unsigned bytes), number of dimensions, then 4 bytes per dimension."""
+        return 16 if "images" in self.name else 8
+
+    @property
+    def size(self) -> int:
+        """Size of the uncompressed file in bytes."""
+        return self.header + prod(self.shape)
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of the file in bytes, compressed or not, at most: gzip adds little to what cannot be compressed."""
+        return self.size + self.size // 100 + 4096
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published dataset."""
+
+    name: str
+    title: str
+    folder: str  # the directory name that torchvision uses
+    mirrors: tuple[str, ...]
+    files: tuple[File, ...]  # in the order of Dataset's tensors
+
+
+# torchvision's mirrors if they support https. Its Fashion-MNIST mirror does not; the publisher's repository does.
+PUBLISHED = {
+    "mnist": Published(
+        "mnist", "MNIST", "MNIST",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            File("train-images-idx3-ubyte", 60000, "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+            File("train-labels-idx1-ubyte", 60000, "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+            File("t10k-images-idx3-ubyte", 10000, "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+            File("t10k-labels-idx1-ubyte", 10000, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
+        ),
+    ),
+    # Labels: hashed from the publisher's repository. Images: as four independent projects publish them.
+    "fashion-mnist": Published(
+        "fashion-mnist", "Fashion-MNIST", "FashionMNIST",
+        ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+         "https://storage.googleapis.com/tensorflow/tf-keras-datasets/"),
+        (
+            File("train-images-idx3-ubyte", 60000, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
+            File("train-labels-idx1-ubyte", 60000, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
+            File("t10k-images-idx3-ubyte", 10000, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
+            File("t10k-labels-idx1-ubyte", 10000, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
+        ),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A complete dataset. Do not modify the images: they may be a memory-mapped file, shared with other ranks."""
+
+    name: str  # "mnist", "fashion-mnist" or "digits", never "auto"
+    reason: str  # one line: which data this is, and why it was chosen
+    train_images: Tensor  # uint8 [n, 1, 28, 28]
+    train_labels: Tensor  # int64 [n], 0 to 9
+    test_images: Tensor  # uint8 [m, 1, 28, 28]
+    test_labels: Tensor  # int64 [m]
+
+
+class NotThere(Exception):
+    """The dataset was not found and could not be downloaded. The message is one line without a remedy."""
+
+
+def load(
+    name: str = "auto",
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    download: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> Dataset:
+    """Find or download, verify and read the dataset `name`, one of NAMES. Needs no engine.
+
+    data_dir: the only directory to search and to download to. Default: search ./data, then the cache directory, and
+    download to the cache. "auto" uses MNIST if available, otherwise the embedded digits; a damaged file is an error.
+    say: called with one line when a download begins; pass it on the rank that prints.
+
+    Raises UserError. Takes a few seconds without a network, at most about TOTAL_SECONDS with a slow one.
+    """
+    if name not in NAMES:
+        raise UserError(f"there is no dataset {name!r}: choose one of {', '.join(NAMES)}")
+    root = None if data_dir is None else _named_directory(data_dir)
+    because = "as asked"
+    if name != "digits":
+        published = PUBLISHED["mnist" if name == "auto" else name]
+        try:
+            return _load(published, root, download, say)
+        except NotThere as error:
+            if name != "auto":
+                remedy = f"give the directory that has {published.title}'s four files with --data-dir"
+                raise UserError(f"{error}; {remedy}, or use --dataset digits") from None
+            because = f"because MNIST is missing: {error}"
+    from hvdtrain.datasets import digits
+
+    return Dataset("digits", f"embedded digits (1,797 scans from the UCI set), {because}", *digits.load())
+
+
+def _named_directory(data_dir: str | os.PathLike[str]) -> Path:
+    remedy = "name the directory that has the data, or leave it out"
+    if not os.fspath(data_dir):
+        raise UserError(f"--data-dir is empty: {remedy}")
+    root = Path(os.path.expanduser(data_dir))  # noqa: PTH111 # the shell does not expand --data-dir=~/x
+    if not os.path.isdir(root):  # noqa: PTH112 (Path's own raises where the name is too long)
+        problem = "is not a directory" if os.path.lexists(root) else "does not exist"
+        raise UserError(f"--data-dir: {root} {problem}: {remedy}")
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise UserError(f"--data-dir: {root} is not readable: check its permissions")
+    return root
+
+
+def _load(published: Published, root: Path | None, may_download: bool, say: Callable[[str], None]) -> Dataset:
+    """Return the dataset. Raises NotThere, and UserError for a damaged file."""
+    shared = cache.directory(published.name)
+    given = Path("data") if root is None else root
+    places = [given, given / published.folder / "raw"]  # torchvision's
+    target = places[1] if root is not None else shared
+    if root is None and shared is not None:
+        places.append(shared)
+    found = _find(published, places)
+    if None in found:
+        missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
+        lacks = f"no {published.title} in {'./data or the cache' if root is None else root}"
+        if any(found):
+            names = ", ".join(file.name for file in missing)
+            lacks = f"{given} lacks {names} (plain or .gz, there or in {published.folder}/raw)"
+        if not may_download:
+            raise NotThere(f"{lacks}, and downloads are off")
+        _fetch(published, missing, target, lacks, say)
+        found = _find(published, places)
+    paths = [path for path in found if path is not None]
+    if len(paths) < len(found):
+        raise NotThere(f"files in {target} were removed right after they were downloaded")
+    content = _content(published, paths, shared).split([file.size for file in published.files])
+    bodies = [part[file.header :].view(file.shape) for file, part in zip(published.files, content, strict=True)]
+    reason = f"{published.title} from {', '.join(dict.fromkeys(str(path.parent) for path in paths))} (content verified)"
+    return Dataset(published.name, reason, bodies[0], bodies[1].long(), bodies[2], bodies[3].long())
+
+
+def _fetch(
+    published: Published, missing: Sequence[File], target: Path | None, lacks: str, say: Callable[[str], None]
+) -> None:
+    """Download files to `target`, where there is one. lacks: what is missing, in words. Raises NotThere."""
+    if target is None:
+        remedy = "XDG_CACHE_HOME can name one that is writable"
+        raise NotThere(f"{lacks}, and there is no directory to download to ({remedy})")
+    say(f"{lacks}: downloading it to {target}, one process per host")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        atomic.remove_partial(target, cache.STALE_SECONDS)
+        _download(published, missing, target)
+    except OSError as error:
+        raise NotThere(f"{lacks}, and {target} cannot be written ({why(error)})") from None
+    except NotThere as error:
+        raise NotThere(f"{lacks}, and the download failed ({error})") from None
+
+
+def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
+    """Return the path of each file, or None. Uncompressed files are preferred. Only regular files are considered."""
+    forms = [(place, form) for place in places for form in ("", ".gz")]
+    paths = ([place / (file.name + form) for place, form in forms] for file in published.files)
+    # Path's own raises where a parent directory may not be read.
+    return [next(filter(os.path.isfile, candidates), None) for candidates in paths]
+
+
+def _content(published: Published, paths: Sequence[Path], shared: Path | None) -> Tensor:
+    """Return the verified content of the files, one after the other, as uint8 [n]. Raises UserError."""
+    if shared is not None:
+        with suppress(OSError, RuntimeError):  # such as a full disk; RuntimeError: torch cannot map it
+            return _mapped(published, paths, shared)
+    return torch.frombuffer(bytearray(_verified(published, paths)), dtype=torch.uint8)
+
+
+def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor:
+    """Return the same as a mapped file in the cache, written if it is not there. Raises OSError, UserError."""
+    sources = json.dumps([[str(path.absolute()), *_identity(path.stat())] for path in paths])
+    # Hosts may have files of their own, and the cache in common: a note for each. The one copy may be mapped elsewhere.
+    note = shared / f"verified-{hashlib.sha256(sources.encode()).hexdigest()[:16]}.json"
+    content = shared / CONTENT
+
+    def seen() -> bytes:
+        """Return what says that the copy has not changed since. Raises OSError."""
+        return json.dumps(_identity(content.stat())).encode()
+
+    known = False
+    with suppress(OSError):
+        known = files.read_small(note) == seen()
+    if not known:
+        atomic.remove_partial(shared, cache.STALE_SECONDS)
+        verified = _verified(published, paths)
+        if not (content.is_file() and content.read_bytes() == verified):
+            atomic.write(content, verified)
+        atomic.write(note, seen())
+    size = sum(file.size for file in published.files)
+    return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
+
+
+def _verified(published: Published, paths: Sequence[Path]) -> bytes:
+    """Return the content of the files, one after the other. Raises UserError for one that is not the published one."""
+    contents = []
+    for file, path in zip(published.files, paths, strict=True):
+        try:
+            with files.opened(path) as stream:
+                contents.append(unpacked(published, file, stream.read(file.most_bytes)))
+        except UNSOUND as error:
+            raise UserError(f"{path} cannot be used ({why(error)}): check it, replace it, or remove it") from None
+    return b"".join(contents)
+
+
+def _identity(status: os.stat_result) -> list[int]:
+    """Return values that change when the content of a file changes."""
+    # ctime also changes if mtime is restored. The device number differs between hosts on a shared file system.
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def unpacked(published: Published, file: File, packed: bytes) -> bytes:
+    """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one.
+
+    At most one byte more than the published size is unpacked.
+    """
+    content = packed
+    if packed.startswith(b"\x1f\x8b"):
+        with gzip.open(io.BytesIO(packed)) as stream:
+            content = stream.read(file.size + 1)
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != file.sha256:
+        known = {each.sha256: f"{one.title}'s {each.name}" for one in PUBLISHED.values() for each in one.files}
+        size = f"{len(content):,}" if len(content) <= file.size else "more"
+        found = known.get(sha256, f"{size} bytes, of {file.size:,}, with sha256 {sha256[:12]}...")
+        raise ValueError(f"not {published.title}'s {file.name} but {found}")
+    return content
+
+
+def _download(published: Published, missing: Sequence[File], target: Path) -> None:
+    """Download files, as FILE.gz. The mirrors are tried in order; one that fails is not used again. Raises NotThere with
+    each mirror and its error, and OSError if a file cannot be written."""
+    from http.client import HTTPException  # importing http and ssl takes longer than loading cached data
+    from urllib.parse import urlsplit
+
+    deadline, left, problems = time.monotonic() + TOTAL_SECONDS, list(missing), []
+    for mirror in published.mirrors:
+        while left:
+            file = left[0]
+            try:
+                packed = get(f"{mirror}{file.name}.gz", file.most_bytes, deadline)
+                unpacked(published, file, packed)
+            except (HTTPException, *UNSOUND) as error:  # HTTPException: a damaged chunk
+                problems.append(f"{urlsplit(mirror).netloc}: {one_line(error)}")
+                break
+            atomic.write(target / f"{file.name}.gz", packed)
+            del left[0]
+    if left:
+        raise NotThere("; ".join(problems))
+
+
+def get(url: str, limit: int, deadline: float) -> bytes:
+    """Return the body at `url`. Raises ValueError for more than `limit` bytes, TimeoutError after `deadline`
+    (time.monotonic) or in a long silence, and what urllib raises."""
+    import urllib.request
+
+    # urllib's timeout applies to each address of a host separately, and not to name resolution. Only a separate thread,
+    # which is abandoned after the time limit, bounds the total.
+    parts: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    over = threading.Event()
+
+    def transfer() -> None:
+        try:
+            # Takes proxies from the environment. A redirect to http does no harm: the content is verified.
+            request = urllib.request.Request(url, headers={"User-Agent": "hvdtrain"})
+            # The loop below notices a silence first, and says so.
+            with urllib.request.urlopen(request, timeout=2 * SILENCE_SECONDS) as answer:
+                while not over.is_set() and (part := answer.read1(1 << 18)):
+                    parts.put(part)
+            parts.put(b"")
+        except Exception as error:
+            parts.put(error)
+
+    threading.Thread(target=transfer, daemon=True, name="download").start()
+    body = bytearray()
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            part = parts.get(timeout=max(0.0, min(left, SILENCE_SECONDS)))
+            if isinstance(part, Exception):
+                raise part
+            if not part:
+                return bytes(body)
+            body += part
+            if len(body) > limit:
+                raise ValueError(f"sent more than the {limit:,} bytes that are possible")
+    except queue.Empty:
+        if left < SILENCE_SECONDS:
+            raise TimeoutError(f"not done after {TOTAL_SECONDS:.0f} seconds in total") from None
+        raise TimeoutError(f"no answer in {SILENCE_SECONDS:.2g} seconds") from None
+    finally:
+        over.set()

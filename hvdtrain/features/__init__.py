@@ -1,0 +1,1 @@
+"""What a training may have beside its core, one file each. `loop/start.py` lists them, and the core imports none."""

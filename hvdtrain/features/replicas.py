@@ -1,0 +1,114 @@
+"""Compares the weights of all ranks, bit by bit."""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hvdtrain.checkpoint.checksums import checksum
+from hvdtrain.checkpoint.parts import Part
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.modules import named_parameters
+from hvdtrain.loop.feature import Feature
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.step import Step
+
+LATE = (
+    "start again from a checkpoint; check that host's memory, and that the program changes weights on every rank alike"
+)
+FIRST = (
+    "change weights on every rank alike: in forward, by load_state_dict(), and by random numbers in gradients or in the "
+    "optimizer, from torch.Generator().manual_seed(NUMBER)"
+)
+
+
+def compare(
+    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
+    everywhere: bool = True, remedy: str = LATE,
+) -> None:  # fmt: skip
+    """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
+
+    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none. everywhere: these are
+    all ranks of the run.
+    """
+    named = named_parameters(models) if engine.size > 1 else []
+    if not named:
+        return
+    names = [name for name, _ in named]
+    sums = torch.stack([checksum(parameter) for _, parameter in named]).cpu()
+    rows = engine.all_gather(sums, "guard.replicas")
+    kinds = Counter(tuple(row.tolist()) for row in rows)
+    if len(kinds) == 1:
+        return
+    usual, votes = kinds.most_common(1)[0]
+    unlike = [rank for rank, row in zip(engine.ranks(), rows, strict=True) if tuple(row.tolist()) != usual]
+    first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
+    who = " and ".join(map(name_of, unlike))
+    message = f"{who} has different weights than the other ranks"
+    if votes * 2 <= engine.size:
+        differ = f"{who} differs from the other ranks"
+        message = f"the weights differ between ranks, and no majority says which are right ({differ})"
+    since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
+    message += f": first in {names[first]}, {since}: {remedy}"
+    raise Failure(message, everywhere=everywhere)
+
+
+class Replicas(Feature, Part):
+    """Compares the weights before each save. group: the ranks that average their gradients in every step. name_of: returns
+    the name of a rank."""
+
+    def __init__(self, engine: Engine, group: Engine, check_steps: int, name_of: Callable[[int], str]):
+        self._engine, self._group, self.check_steps, self._name_of = engine, group, check_steps, name_of
+        self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison
+
+    def prepare(self, run: Run) -> None:
+        self._state, self._models = run.state, run.prepared().models
+
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def ready(self) -> None:
+        self.compare(self._engine)  # waits for ranks that are in their step
+
+    def compare(self, among: Engine) -> None:
+        """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
+        does nothing: a checkpoint and --check-steps may both ask for it."""
+        step, remedy = self._state.step, FIRST if self._compared_at is None else LATE
+        if self._compared_at != (step, among.size):
+            self._compared_at = step, among.size
+            everywhere = among.size == self._engine.size
+            compare(among, self._models, self._name_of, step, self.check_steps, everywhere, remedy)
+
+
+class FirstStep(Feature):
+    """Compares the weights after the first step of this process: what the program changes on one rank alone differs now."""
+
+    def __init__(self, replicas: Replicas, group: Engine):
+        self._replicas, self._group = replicas, group
+
+    def prepare(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: Step) -> None:
+        self._run.features.drop(self)
+        self._replicas.compare(self._group)
+
+
+class PeriodicReplicas(Replicas):
+    """Compares them also every --check-steps, among the ranks that average their gradients in every step."""
+
+    def __init__(self, engine: Engine, group: Engine, check_steps: int, name_of: Callable[[int], str]):
+        super().__init__(engine, group, check_steps, name_of)
+        self.every = check_steps
+
+    def before_step(self, step: Step) -> None:
+        if self._state.step:
+            self.compare(self._group)
+
+
+def of_replicas(engine: Engine, group: Engine, flags: Namespace, name_of: Callable[[int], str]) -> Replicas:
+    """Return the comparison that --check-steps asks for."""
+    return (PeriodicReplicas if flags.check_steps else Replicas)(engine, group, flags.check_steps, name_of)

@@ -1,0 +1,79 @@
+"""Registered schedulers of torch must be made for the run's length, and be stepped as often as they are made for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from hvdtrain.engines.errors import UserError
+from hvdtrain.loop.feature import Feature
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.schedules import is_scheduled, length_of
+from hvdtrain.loop.step import Step
+
+
+class ScheduleRules(Feature):
+    """Applies the rules in the first step. Raises UserError."""
+
+    def prepare(self, run: Run) -> None:
+        self._run, self._before = run, dict[str, int]()
+
+    def before_step(self, step: Step) -> None:
+        run, registered = self._run, self._run.checkpoints.registered
+        epochs, steps = run.metrics_logger.epochs, run.metrics_logger.steps
+        with run.raising_together("schedules"):
+            require_registered(run.prepared().optimizers, registered)
+        for line in require_length(registered, steps, epochs) if steps else ():
+            run.say(f"warning: {line}")
+        self._before = positions(registered, steps) if steps != epochs else {}
+
+    def after_step(self, step: Step) -> None:
+        if not step.left_out:
+            require_stepped(self._run.checkpoints.registered, self._before)
+        self._run.features.drop(self)
+
+
+def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None) -> list[str]:
+    """Return warnings about registered schedulers whose length is neither the run's number of steps nor of epochs.
+
+    Raises UserError for OneCycleLR, which has no meaning with another length. epochs: None if the length is given in steps.
+    """
+    warnings = []
+    for name, scheduler in registered.items():
+        length = length_of(scheduler)
+        if length is None or length in (steps, epochs):
+            continue
+        run = f"{steps} steps" + (f" in {epochs} epochs" if epochs is not None else "") + " over all ranks"
+        remedy = f"give it run.total_steps(data, {epochs})" if epochs is not None else f"give it {steps}"
+        line = f"{name}: {type(scheduler).__name__} is made for {length} steps, and this run has {run}: {remedy}"
+        if isinstance(scheduler, lr_scheduler.OneCycleLR):
+            raise UserError(line, everywhere=True)
+        warnings.append(line)
+    return warnings
+
+
+def positions(registered: Mapping[str, Any], steps: int) -> dict[str, int]:
+    """Return how often each scheduler was stepped of those that are made for `steps` steps."""
+    return {name: int(what.last_epoch) for name, what in registered.items() if length_of(what) == steps}
+
+
+def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
+    """Raise UserError after a step if a scheduler that is made for the run's steps was not stepped once in it.
+
+    before: its `positions` before the step.
+    """
+    for name, position in before.items():
+        times = int(registered[name].last_epoch) - position
+        if times != 1:
+            message = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
+            remedy = f"call {name}.step() once, after step.update()"
+            raise UserError(f"{message}, and was stepped {times} times in one of them: {remedy}")
+
+
+def require_registered(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:
+    """Raise UserError if a scheduler of one of `optimizers` is not registered: a resumed run would begin it again."""
+    known = [what.optimizer for what in registered.values() if isinstance(what, lr_scheduler.LRScheduler)]
+    if any(is_scheduled(optimizer) and not any(optimizer is one for one in known) for optimizer in optimizers):
+        remedy = "after run.prepare, write run.register(scheduler=scheduler)"
+        raise UserError(f"a learning rate scheduler is not registered, so a resumed run would begin it again: {remedy}")

@@ -1,0 +1,366 @@
+"""The monitor of a rank: a thread that runs while the main thread waits inside Horovod, MPI or Gloo, which release the GIL.
+
+It calls neither an engine nor torch. Ranks train in lockstep: if one hangs, all make no progress. Therefore no messages are
+sent in normal operation. Once a second, the thread looks at
+
+- stop signals: a request on one rank is forwarded to all at once, and all stop after the same step (`Appointment`)
+- the main thread: whether it makes progress (detector.py)
+- the other ranks and the launchers of this one: whether they have ended
+"""
+
+import contextlib
+import errno
+import os
+import selectors
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.launchers import OPEN_MPI, announced
+from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
+from hvdtrain.guards import flight, leaving
+from hvdtrain.guards.activity import STEP, Activity
+from hvdtrain.guards.channel import Channel
+from hvdtrain.guards.detector import Detector
+from hvdtrain.guards.leaving import Leaving
+from hvdtrain.guards.messages import Appoint, Ask, Bye, End, Fail, Know, Message, Stand, Stop
+from hvdtrain.guards.peers import Peers, connect_all
+from hvdtrain.guards.settings import Settings
+from hvdtrain.guards.stacks import main_stack, worth_printing
+from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.launching import processes
+from hvdtrain.launching.exit_codes import FAILED, STOPPED
+from hvdtrain.launching.signal_socket import SignalSocket
+
+# A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+# Open MPI's mpirun kills a job with SIGCONT, SIGTERM and SIGKILL, a second apart (orte/mca/odls/base in its source).
+KILL_SECONDS = 5.0  # from SIGCONT to SIGTERM, at most, where cores are busy
+_ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
+MOST_TRACEBACKS = 3  # printed for internal errors of the thread
+
+
+def remember_ignored() -> None:
+    """Note which stop signals this process ignores. Call it before Horovod is imported, whose library handles SIGHUP."""
+    _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
+
+
+class Appointment:
+    """The next step after which all ranks do `what`, if there is one: `step`, which whoever has done it resets to None."""
+
+    def __init__(self, what: str, monitor: "Monitor"):
+        self.what, self._monitor = what, monitor
+        self.step: int | None = None
+        self._ignorant: set[int] = set()  # ranks that have not confirmed yet
+        self._agreed = threading.Event()
+
+    def make(self, step: int) -> None:
+        """On rank 0, before it takes part in `step`: tell all ranks. `wait` before the end of that step.
+
+        No rank can finish a step without rank 0, so no rank can miss it.
+        """
+        monitor = self._monitor
+        self._agreed.clear()
+        self._ignorant = set(monitor.peers.channels)
+        self.step = step
+        monitor.peers.send_all(Appoint(self.what, step, monitor.stop_reason))
+        self.confirm(monitor.rank)
+
+    def wait(self) -> None:
+        """On rank 0: wait until all ranks know of it. If one does not answer, the monitor ends the job."""
+        if not self._agreed.is_set():
+            with self._monitor.activity.waiting(f"the other ranks to agree on the step to {self.what} at"):
+                self._agreed.wait()
+
+    def confirm(self, rank: int) -> None:
+        """`rank` knows of it."""
+        self._ignorant.discard(rank)
+        if not self._ignorant:
+            self._agreed.set()
+
+
+class Monitor:
+    """The monitor of a rank. Call `start` once, and `close` at the end. For the main thread: `stop_reason`, `stop`, `save`.
+
+    peers: all ranks. off: why they are not connected.
+    """
+
+    def __init__(self, peers: Peers, off: str | None, activity: Activity, settings: Settings):
+        self.rank, self.peers, self.off, self.activity = peers.me, peers, off, activity
+        self.settings, self.timing = settings, settings.timing
+        self.stop_reason: str | None = None  # what requested the stop
+        self.recordings: Path | None = None  # where a rank that is ended writes the last collectives of its GPU
+        self.stop = Appointment("stop", self)
+        self.save = Appointment("save", self)
+        self.leaving: Leaving | None = None  # once all other ranks have left
+        self.signals = SignalSocket()
+        self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
+        self.detector = Detector(peers, activity, settings)
+        self._looked_at = time.monotonic()
+        self._stop_known_at = 0.0
+        self._continued_at = float("-inf")  # the last SIGCONT
+        self._killed = False  # SIGTERM has followed
+        self._interrupts = 0
+        self._errors = 0
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. From then on, stop signals are requests."""
+        if not self.settings.guest:
+            self.launchers = processes.launchers()
+            heard = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} - _ignored
+            if announced().launcher == OPEN_MPI and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
+                heard.add(signal.SIGCONT)
+            self.signals.listen(heard)
+            os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
+        self._selector.register(self.signals.socket, selectors.EVENT_READ)
+        for rank, channel in self.peers.channels.items():
+            self._selector.register(channel.socket, selectors.EVENT_READ, (rank, channel))
+        self._thread.start()
+
+    @property
+    def warning(self) -> str | None:
+        """What to say at the start if the ranks could not be connected."""
+        if self.off is None:
+            return None
+        remedy = "let the ranks of every host connect to that of rank 0"
+        return f"warning: hung ranks will not be noticed: the ranks cannot connect ({self.off}): {remedy}"
+
+    def close(self, failure: Fail | None = None) -> None:
+        """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
+        if self._closing:
+            return
+        if failure is not None:
+            if failure.mistake:  # the others may have made the same: say it once
+                self.peers.send_all(failure)
+            if self.peers.channels:
+                time.sleep(0.2)  # another rank that has just died may be the cause
+            for rank in [rank for rank in self.peers.gone if not self.peers.failed_alike(rank, failure)]:
+                say_within(f"hvdtrain: error: {self.peers.name(rank)} {self.peers.fate(rank)}\n")
+        self._closing = True
+        self.peers.send_all(failure or Bye())
+        self.signals.wake()
+        self._thread.join()
+        self._select(0)
+        for channel in self.peers.channels.values():
+            channel.socket.close()
+        self._selector.close()
+        self.signals.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready: list[tuple[selectors.SelectorKey, int]] = []
+            with self._lives_on():
+                ready = self._select(self.timing.look)
+            for key, _ in ready:
+                with self._lives_on():
+                    if key.data is None:
+                        self._hear_signals()
+                    else:
+                        self._receive(*key.data)
+            with self._lives_on():
+                self._look()
+
+    def _select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what can be read within `seconds`. Ends this process if the program has closed the selector."""
+        try:
+            return self._selector.select(seconds)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL):  # EINVAL: another file has its number by now
+                raise
+        message = f"{self.peers.name(self.rank)}: the program has closed files that it did not open (os.closerange?)"
+        say_within(f"hvdtrain: error: {message}: let it close its own\n")
+        self.settings.leave(FAILED)  # at once: files are lost, and the engine's shutdown may wait for ever
+        return []
+
+    @contextlib.contextmanager
+    def _lives_on(self) -> Iterator[None]:
+        """Context manager that prints exceptions and continues, so that the thread keeps handling signals and messages."""
+        try:
+            yield
+        except Exception:
+            self._errors += 1
+            if self._errors <= MOST_TRACEBACKS and not self._closing:
+                message = f"warning: the watchdog of {self.peers.name(self.rank)} continues after an internal error:\n"
+                say_within(message + traceback.format_exc())
+            time.sleep(0.1)
+
+    def _hear_signals(self) -> None:
+        now = time.monotonic()
+        for heard in self.signals.received():
+            if heard == signal.SIGCONT:
+                self._continued_at = now
+            if heard not in STOP_SIGNALS:
+                continue
+            number = signal.Signals(heard)
+            self._killed |= number == signal.SIGTERM and now < self._continued_at + KILL_SECONDS
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts > 1:
+                self.settings.leave(130)
+            if self.peers.has_left(0):
+                # All ranks have finished their last collective: there is nothing to agree on or to save.
+                self.settings.leave(128 + number)
+            self.request_stop(f"{number.name} on rank {self.rank} ({self.peers.all[self.rank].host})")
+
+    def _appointment(self, what: str) -> Appointment:
+        return self.stop if what == "stop" else self.save
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to stop; rank 0 decides when."""
+        if self.rank == 0 or self.off is not None:
+            self._learn_stop(reason)
+        elif 0 in self.peers.channels:
+            self.peers.channels[0].send(Stop(reason))
+
+    def _learn_stop(self, reason: str) -> None:
+        if self.stop_reason is None:
+            self.stop_reason, self._stop_known_at = reason, time.monotonic()
+            self.activity.asked = True
+            if self.rank == 0:
+                self.peers.send_all(Stop(reason))
+
+    def _receive(self, rank: int, channel: Channel) -> None:
+        before = channel.odd
+        messages = channel.receive()
+        if channel.odd is not before:
+            me, other = self.peers.name(self.rank), self.peers.name(rank)
+            say_within(f"warning: the watchdog of {me} ignores what {other} sent: {channel.odd}\n")
+        for message in messages or []:
+            self._handle(message, rank, channel)
+        if messages is None or any(isinstance(message, Bye) for message in messages):
+            self._selector.unregister(channel.socket)
+            self.peers.disconnect(rank, channel.error)
+            if self.peers.all_have_left():
+                self.leaving = self.make_leaving()
+
+    def _handle(self, message: Message, rank: int, channel: Channel) -> None:
+        match message:
+            case Ask():
+                channel.send(self.detector.report())
+            case Stand():
+                self.detector.reports[rank] = message
+            case Stop(reason):
+                self._learn_stop(reason)
+            case Appoint(what, step, reason):
+                self.stop_reason = self.stop_reason or reason
+                self._appointment(what).step = step
+                self.activity.asked = True
+                channel.send(Know(what))
+            case Know(what):
+                self._appointment(what).confirm(rank)
+            case Fail() | Bye():
+                self.peers.hear_last_words(rank, message)
+            case End(exit_code):
+                if exit_code == FAILED:
+                    self._write_recording()
+                time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
+                self.settings.leave(exit_code)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
+        elapsed, self._looked_at = min(now - self._looked_at, 2 * self.timing.look), now
+        for rank, gone in list(self.peers.gone.items()):
+            if now - gone.since > self.timing.grace + (rank == 0):
+                self._end(f"{self.peers.name(rank)} {self.peers.fate(rank)}")
+        self.activity.hear_of_compilations()
+        if self.signals.lost():
+            self.activity.asked = True  # the main thread can install handlers
+        self._miss_launcher()
+        self._leave_before_the_first_step(now)
+        seen = self.detector.look(now, elapsed, connected=bool(self.peers.channels))
+        if seen.ask:
+            self.peers.send_all(Ask())
+        if seen.end is not None:
+            self._end(seen.end)
+        if self.leaving is not None and seen.moved:
+            self.leaving.heartbeat()
+        elif self.leaving is not None:
+            self.leaving.look(elapsed)
+
+    def make_leaving(self) -> Leaving:
+        """Return the limit of this rank's own end, for when no other rank waits for it."""
+        settings = self.settings
+        limit = settings.timeouts.leaving(self.detector.longest)
+        return Leaving(self.peers.name(self.rank), limit, settings.leave, settings.guest, self._killed)
+
+    def _miss_launcher(self) -> None:
+        """Request a stop if one of the launchers of this rank has ended."""
+        for process in self.launchers:
+            if not processes.lives(process):
+                self.launchers = []
+                me = f"rank {self.rank} ({self.peers.all[self.rank].host})"
+                self.request_stop(f"the end of {process.name} (pid {process.pid}), which started {me}")
+                return
+
+    def _leave_before_the_first_step(self, now: float) -> None:
+        """On rank 0: end the job after a stop request if the main thread is still in start-up or in the first step."""
+        if self.rank != 0 or self.stop_reason is None or self.activity.finished or self.stop.step is not None:
+            return
+        if self._closing or now - self._stop_known_at < self.timing.leave:
+            return
+        reason = self.stop_reason
+        self.peers.send_all(End(STOPPED))
+        within(WRITE_SECONDS, lambda: self.settings.stopped(reason))
+        time.sleep(self.timing.look / 2)
+        self.settings.leave(STOPPED)
+
+    def _end(self, headline: str) -> None:
+        """Print the reason and all stacks, and end this process; on rank 0, also the other ranks."""
+        if self._closing:
+            return
+        lines = [f"hvdtrain: error: {headline}\n"]
+        for rank, (report, stack, _) in sorted(self.detector.reports.items()):
+            state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
+            during = "" if report.phase == STEP.name else f", {report.phase}"
+            lines.append(f"  {self.peers.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
+            lines += stack
+        if not self.detector.reports:
+            stack = traceback.format_list(worth_printing(main_stack(), self.settings.guest))
+            lines += [f"  {self.peers.name(self.rank)}:\n", *stack]
+        last_collectives = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
+        lines.append(flight.explain(last_collectives, self.peers.names()))
+        say_within("".join(lines))
+        self._write_recording()
+        self._kill_silent()
+        if self.rank == 0:
+            self.peers.send_all(End(FAILED))
+            within(WRITE_SECONDS, lambda: self.settings.failed(headline))
+            time.sleep(self.timing.look / 2)
+        self.settings.leave(FAILED)
+
+    def _write_recording(self) -> None:
+        if (directory := self.recordings) is not None:
+            within(WRITE_SECONDS, lambda: flight.write(directory, self.rank))
+
+    def _kill_silent(self) -> None:
+        """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.
+
+        Their connections are still open, so their pids are valid. Other launchers wait for seconds only.
+        """
+        if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
+            return
+        for rank in set(self.peers.channels) - set(self.detector.reports):
+            if self.peers.is_here(rank):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.peers.all[rank].pid, signal.SIGKILL)
+
+
+def monitor_ranks(
+    engine: Engine, timeouts: HangTimeouts, failed: Callable[[str], None] = lambda headline: None,
+    stopped: Callable[[str], None] = lambda reason: None, guest: bool = False,
+) -> Monitor:  # fmt: skip
+    """Connect all ranks and monitor them from now on. A collective. See `Settings`."""
+    leaving.stop()  # of a training before this one
+    peers, off = connect_all(engine)
+    monitor = Monitor(peers, off, engine.activity, Settings(timeouts, failed, stopped, guest))
+    monitor.start()
+    return monitor

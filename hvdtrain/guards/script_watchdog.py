@@ -1,0 +1,76 @@
+"""The watchdog for a script that does not use hvdtrain. Its Horovod calls and DataLoaders report progress."""
+
+import contextlib
+import sys
+import threading
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.lines import put
+from hvdtrain.guards.messages import Fail
+from hvdtrain.guards.monitor import Monitor, monitor_ranks
+from hvdtrain.guards.timeouts import HangTimeouts
+
+
+class ScriptWatchdog:
+    """Ends the job if a rank hangs. seconds: see `HangTimeouts`. `engines/foreign.py` calls its methods.
+
+    Collectives and batches count as progress. Until the first step of an optimizer, the longer limit of start-up applies.
+    Without `seconds`, a rank at work has an hour: nothing tells us of an evaluation, a checkpoint or a download.
+    """
+
+    def __init__(self, seconds: float | None):
+        self._timeouts = HangTimeouts(seconds, patient=seconds is None)
+        self.monitor: Monitor | None = None
+        self.steps = 0
+
+    def started(self, engine: Engine) -> None:
+        """Called after `hvd.init()` on every rank. Collectives are allowed here."""
+        self.engine = engine
+        self.monitor = monitor_ranks(engine, self._timeouts, guest=True)
+        if self.monitor.warning is not None and engine.rank == 0:
+            put(sys.stderr, self.monitor.warning + "\n")
+
+    def waits(self) -> None:
+        """Called before the script waits for a collective."""
+        if self.monitor is not None and threading.current_thread() is threading.main_thread():
+            self.engine.activity.compute()
+            self.engine.activity.collective = "synchronize"
+
+    def waited(self) -> None:
+        if self.monitor is not None:
+            if threading.current_thread() is threading.main_thread():
+                self.engine.activity.collective = None
+            self.engine.activity.heartbeat()
+            self.engine.activity.compute()
+
+    def loaded(self) -> None:
+        """Called after a DataLoader has returned a batch."""
+        if self.monitor is not None:
+            self.engine.activity.heartbeat()
+            self.engine.activity.compute()
+
+    def stepped(self) -> None:
+        """Called after a step of a DistributedOptimizer over all ranks."""
+        self.steps += 1
+        if self.monitor is not None:
+            self.engine.activity.finish_step(self.steps)
+            self.engine.activity.update()
+
+    def left(self) -> None:
+        """Called before `hvd.shutdown()`."""
+        self._close(None)
+
+    def end(self, error: BaseException | None, exit_code: object) -> None:
+        """Called at the end of the script. error: the exception that ended it, if any; else `exit_code` is set."""
+        if error is not None:
+            self._close(Fail(f"{type(error).__name__}: {error}", isinstance(error, UserError)))
+        else:
+            self._close(Fail(f"it ended with exit code {exit_code}") if exit_code else None)
+
+    def _close(self, failure: Fail | None) -> None:
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            with contextlib.suppress(OSError):
+                monitor.close(failure)
+            monitor.make_leaving().start()

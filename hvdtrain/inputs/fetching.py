@@ -1,0 +1,120 @@
+"""The batches of a map-style data set, as torch's DataLoader would make them; and how many samples are in them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate
+
+from hvdtrain.inputs.packing import Travels
+from hvdtrain.inputs.sameness import compared_of
+from hvdtrain.inputs.sharding import mixed_seed, seed_generators
+
+COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
+
+
+class Fetched(NamedTuple):
+    """A collated batch."""
+
+    batch: Any
+    samples: int  # in it: fewer than were asked for if the collate_fn has left some out
+
+
+class Samples(Travels, Dataset[Any]):
+    """Batches of a map-style data set: item (epoch, indices) is the collated batch of those samples.
+
+    Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index, and from how often
+    a sampler has drawn it before (see `samplers.numbered`). Random augmentation therefore does not depend on the worker or
+    rank that loads the sample. A data set that answers lists of indices is seeded from the list.
+    """
+
+    def __init__(self, given: DataLoader[Any], seed: int):
+        dataset: Any = given.dataset
+        self.dataset, self.collate, self.seed = dataset, given.collate_fn, seed
+        self.count: int = len(dataset)
+
+    def __getitem__(self, job: tuple[int, list[int]]) -> Fetched:
+        epoch, numbers = job
+        if epoch == COMPARISON:
+            return Fetched(compared_of(numbers, lambda number: self.samples(0, [number])[0]), 0)
+        samples = self.samples(epoch, numbers)
+        batch = self.collate(samples)
+        return Fetched(batch, samples_in(batch, samples, len(numbers)) if may_leave_out(self.collate) else len(numbers))
+
+    def samples(self, epoch: int, numbers: Sequence[int]) -> Any:
+        """Return the samples with these numbers: k * `count` + index, if a sampler has drawn an index k times before."""
+        if takes_lists(self.dataset):
+            seed_generators(mixed_seed(self.seed, epoch, "list", *numbers))
+            return self.dataset.__getitems__([number % self.count for number in numbers])
+        samples = []
+        for number in numbers:
+            again, index = divmod(number, self.count)
+            seed_generators(mixed_seed(self.seed, epoch, index, *([again] if again else [])))
+            samples.append(self.dataset[index])
+        return samples
+
+
+def takes_lists(dataset: Any) -> bool:
+    """Return whether torch's DataLoader asks this data set for a list of indices, with `__getitems__`.
+
+    Those of torch's own classes only pass the list on: if nothing below takes lists, the samples are the same one by one.
+    """
+    if type(dataset) is Subset:
+        return takes_lists(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return any(map(takes_lists, parts.values() if isinstance(parts, dict) else parts))
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def may_leave_out(collate: Callable[[Any], Any]) -> bool:
+    """Return whether a batch may have fewer samples than were collated: torch's own function takes all."""
+    return collate is not default_collate
+
+
+def samples_in(batch: Any, samples: Any, asked: int) -> int:
+    """Return how many of the `asked` samples are in `batch`, which the user's own collate_fn has made of `samples`.
+
+    What a collate_fn does is not known. It has left samples out if some are None, and the batch does not have as many rows
+    all the same; or if all parts of the batch agree on fewer rows.
+    """
+    if batch is None:
+        return 0
+    missing = sum(sample is None for sample in samples) if isinstance(samples, (list, tuple)) else 0
+    lengths = {length for part in parts_of(batch) if (length := rows_of(part, asked)) is not None}
+    if missing:
+        return asked if lengths == {asked} else asked - missing
+    if len(lengths) != 1 or (isinstance(batch, list) and len(batch) == asked):
+        return asked
+    tensors = [part for part in parts_of(batch) if isinstance(part, torch.Tensor)]
+    by_time = tensors and all(part.ndim > 1 and part.shape[1] == asked for part in tensors)  # [time, batch, ...]
+    if by_time and not all(shapes_in(sample) & {tuple(part.shape[1:]) for part in tensors} for sample in samples):
+        return asked
+    return min(asked, *lengths)
+
+
+def shapes_in(sample: Any) -> set[tuple[int, ...]]:
+    """Return the shapes of the tensors and arrays of a sample."""
+    if isinstance(sample, (list, tuple, Mapping)):
+        return {shape for part in parts_of(sample) for shape in shapes_in(part)}
+    return {tuple(sample.shape)} if hasattr(sample, "shape") else set()
+
+
+def parts_of(batch: Any) -> list[Any]:
+    """Return the parts of a batch, of which each may have a row for each sample."""
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
+
+
+def rows_of(part: Any, asked: int) -> int | None:
+    """Return the number of rows of a part of a batch; None if it has no rows, or is not understood."""
+    if getattr(part, "shape", None):  # a tensor, or an array of numpy
+        return len(part)
+    if isinstance(part, (list, tuple, Mapping)):
+        inner = parts_of(part)
+        if any(rows_of(one, asked) == asked for one in inner):  # further parts, of which one has a row for each sample
+            return asked
+        alike = isinstance(part, (list, tuple)) and len({type(one) for one in inner}) == 1
+        return len(inner) if alike and not isinstance(inner[0], (list, tuple)) else None
+    return None

@@ -1,0 +1,128 @@
+"""What the steps read: the interface of all kinds of data.
+
+The order, the position in it and the seed of each sample are determined by a `Plan`. They depend neither on the number of
+ranks nor on the number of DataLoader workers.
+"""
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hvdtrain.engines.accelerators import CPU
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.plan import Plan
+from hvdtrain.inputs.sharding import PlannedBatch, PlannedStep, epoch_order
+from hvdtrain.loop.state import Initial, TrainState
+
+CHANGES = "if the data of the epochs differ, write run.steps(..., changes=True)"
+
+
+@dataclass(slots=True)
+class Batch:
+    """The samples of one rank for one forward and backward pass. Iterating over it yields the parts of `data`."""
+
+    data: Any  # the loaded data, on the device; None if `Run.steps` was given a number
+    # int64 [b], 1 <= b <= batch_size: indices in the data set. On the CPU, except for tensors on an accelerator.
+    indices: Tensor
+    count: int  # number of valid samples: b minus unreadable ones; 0 if there is no sample left for this rank
+    # Factor for the mean loss of these samples, so that the sum over micro-batches, averaged over ranks, is the step's mean.
+    weight: float = 1.0
+    first: int = 0  # of the samples of all ranks in this pass, those of lower ranks: see `Run.gather`
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.data is None:
+            raise UserError(
+                "run.steps(NUMBER) gives indices: write `for batch in step.batches()` and use batch.indices"
+            )
+        return iter(self.data)
+
+
+class Input(ABC):
+    """The samples of one `for step in run.steps(...)`, over all epochs."""
+
+    samples: int  # in the data set; 0: a stream
+    per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
+    split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
+    changes = False  # another epoch may have other data
+    may_leave_out = False  # batches may have fewer samples than planned
+    may_wait = True  # `load` may take long: for workers, a disk, a network
+    indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
+    batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
+    # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
+    position: Callable[[], Any] | None = None
+    _plan: Plan
+
+    @abstractmethod
+    def load(self, planned: PlannedBatch) -> Batch:
+        """Return the next micro-batch of the plan."""
+
+    def close(self) -> None:  # noqa: B027 - not all inputs have workers
+        """End the workers."""
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """Return the order of the samples in `epoch` (from 0), int64 [n], the same on every rank."""
+        return epoch_order(self.samples, seed, epoch)
+
+    def plan(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> Plan:
+        """Return the plan of this rank's remaining samples. Raises UserError if there are fewer than ranks.
+
+        flags used: seed, batch_size, accumulate.
+        """
+        if self.per_epoch < engine.size:
+            few = f"{self.per_epoch} samples but {engine.size} ranks: use -np {self.per_epoch} or fewer"
+            raise UserError(few if self.per_epoch else "there are no samples", everywhere=True)
+        return Plan(
+            self.samples, self.per_epoch, flags.seed, epochs, engine.rank, engine.size, flags.batch_size,
+            flags.accumulate, initial.global_batch, state.epoch, state.samples_of_epoch, self.indices_on, self.order,
+            self.batches, initial.ranks * initial.accumulate,
+        )  # fmt: skip
+
+    def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
+        """Plan the remaining samples. Return the number of steps per epoch; 0: not known."""
+        self._plan = self.plan(engine, flags, initial, state, epochs)
+        return self._plan.steps_per_epoch()
+
+    def require_unchanged(self, epoch: int) -> None:  # noqa: B027 - some inputs cannot change
+        """Raise UserError on every rank if the data are others than when training began, so that the plan does not fit. A
+        collective, before `epoch`."""
+
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:  # noqa: B027 - not all inputs read ahead
+        """Begin to read these micro-batches: (epoch, batch) of the rest of an epoch."""
+
+    def steps(self, epoch: int) -> Iterator[PlannedStep]:
+        """Begin to read `epoch`, and return this rank's remaining steps of it. A collective."""
+        self.require_unchanged(epoch)
+        self.read(self._plan.of_epoch(epoch))
+        return self._plan.epoch(epoch)
+
+    def at_end(self, samples_of_epoch: int) -> bool:
+        """Return whether the epoch has ended with this number of samples, over all ranks."""
+        return samples_of_epoch == self.per_epoch
+
+    def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
+        """Continue where a checkpoint was saved. A collective. Return a line if samples of this epoch are repeated.
+
+        positions: a collective that returns what `position` returned on each rank; None if that was nothing.
+        """
+        return None
+
+    def settle(self) -> dict[str, object]:
+        """Exchange events since the last call between ranks. Return fields for the record. A collective."""
+        return {}
+
+    def summary(self) -> dict[str, object]:
+        """Return fields for summary.json."""
+        return {}
+
+
+class Kind(NamedTuple):
+    """A kind of data that `run.steps` and `run.evaluating` take. loop/start.py lists all."""
+
+    takes: Callable[[Any], bool]
+    opened: Callable[[Engine, Any, int, int, Any], Input]  # of engine, data, seed, batch size, output
+    evaluated: Callable[[Engine, Any, int], Iterator[Batch]] | None = None  # this rank's part of a test set

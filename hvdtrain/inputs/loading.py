@@ -1,0 +1,225 @@
+"""What is in a batch of images, and the DataLoader workers that load batches.
+
+Images are transferred between processes as uint8 [b, 3, side, side], a quarter of the size of float32, and scaled on the
+device.
+"""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from hvdtrain.datasets.corrupt import CorruptSample, CorruptSamples
+from hvdtrain.engines.errors import Failure
+from hvdtrain.inputs import fork_server, leftovers
+from hvdtrain.inputs.packing import Packed, Travels, main_cannot_be_imported
+from hvdtrain.inputs.plan import Plan
+
+PREFETCH = 2  # batches that each worker keeps ready
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_begun: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
+
+
+class Loaded(NamedTuple):
+    """One batch of one rank, without its corrupt samples."""
+
+    images: Tensor  # uint8 [b, 3, side, side]; one black image if every sample is corrupt
+    labels: Tensor  # int64 [b]
+    samples: int  # number of valid samples: b, or 0
+    corrupt: list[CorruptSample]
+    indices: Sequence[int] = ()  # of the valid samples
+
+
+@dataclass(frozen=True)
+class Source:
+    """A training set and a test set. Each iteration of a loader starts from the beginning; `train` covers a whole Plan."""
+
+    name: str
+    reason: str  # one line: which data this is, and why it was chosen
+    classes: int
+    train_count: int
+    train: Callable[[Plan], Iterable[Loaded]]
+    test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
+    per_epoch: int | None = None  # samples per epoch; None: all
+    corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # by default, none are allowed
+    order: Callable[[int, int], Tensor] | None = None  # see Plan; takes precedence over the order of the Plan
+    facts: Mapping[str, object] = field(default_factory=dict)  # further JSON values that identify the training samples
+
+
+IMAGES = ("hvdtrain.datasets.images", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
+
+
+def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
+    """Start the fork server of the DataLoader workers, with the modules in `preload` and the rank's program imported. If
+    possible, call it before the engine starts.
+
+    A rank must not fork while MPI or NCCL are running: the child inherits locks that are never released and, with
+    InfiniBand, the parent's registered pages become copy-on-write, so that it sends old data. The fork server is started
+    by exec and has no such state. Since it has already imported torch, it forks a worker within hundredths of a second.
+    """
+    leftovers.sweep()
+    leftovers.claim()
+    if main_cannot_be_imported():  # Python would try it, in each worker
+        vars(sys.modules["__main__"]).pop("__file__", None)
+    context = multiprocessing.get_context("forkserver")
+    # The second name is no module. torch: a notebook has no program that would import it.
+    context.set_forkserver_preload(["hvdtrain.inputs.fork_server", fork_server.wanted([*preload, "torch"])])
+    # Ignored signals stay ignored across exec and fork. Launchers and Ctrl-C send them to every process of a job, but the
+    # rank decides when to stop. When the rank has ended, its workers exit, and then the server.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    atexit.register(_end_workers)
+
+
+def _end_workers() -> None:
+    """Kill remaining workers at exit. multiprocessing would send a signal that they ignore, and wait."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def end_workers() -> None:
+    """End the workers of iterators that were not read to their end, as where a training has failed.
+
+    The garbage collector would find these later, in a process that goes on. It closes their queues first, so that torch
+    waits ten seconds for each worker, and leaves them running, because they ignore its SIGTERM.
+    """
+    for batches in [each for each in _begun if not each._shutdown]:
+        for worker in batches._workers:
+            worker.terminate = worker.kill  # type: ignore[method-assign] # they ignore SIGTERM
+            # Not beside a thread that pins memory, for which torch waits: it may need a lock that this worker holds.
+            if not batches._pin_memory:
+                worker.kill()
+        batches._shutdown_workers()
+
+
+def default_workers(cores: int, device: torch.device) -> int:
+    """Return the number of DataLoader workers for a rank with `cores` cores: cores - 1 with a GPU, cores / 4 without."""
+    return max(1, cores - 1 if device.type == "cuda" else cores // 4)
+
+
+def loader(
+    dataset: Dataset[Any],
+    workers: int,
+    device: torch.device,
+    jobs: Iterable[Any] | None = None,
+    *,
+    timeout: float = 0,
+    prefetch_factor: int | None = PREFETCH,
+    worker_init: Callable[[int], None] | None = None,
+    persistent: bool = False,
+    seed: int | None = None,
+) -> DataLoader[Any]:
+    """Return a DataLoader whose items are complete batches: `dataset[job]`, or the items of an iterable dataset.
+
+    Iterating over it raises Failure if a worker ends.
+
+    timeout (seconds; 0: none), prefetch_factor, worker_init, persistent: see DataLoader; used only with workers. seed: of
+    what torch seeds the workers with.
+    """
+    generator = torch.Generator()  # otherwise each iteration advances the global generator, which dropout uses
+    if seed is not None:
+        generator.manual_seed(seed)
+    return _Batches(
+        dataset,
+        batch_size=None,
+        sampler=jobs,
+        num_workers=workers,
+        timeout=timeout if workers else 0,
+        prefetch_factor=prefetch_factor if workers else None,
+        pin_memory=device.type != "cpu",
+        collate_fn=_as_it_is,  # by default, torch would make lists of tuples
+        generator=generator,
+        persistent_workers=persistent and workers > 0,
+        **(worker_options(worker_init) if workers else {}),
+    )
+
+
+def worker_options(worker_init: Callable[[int], None] | None) -> dict[str, Any]:
+    """Return options of a DataLoader for workers that the fork server starts, and that end with their rank."""
+    # The server may have been started while mpirun's binding to one core was in effect.
+    own: Any = None if worker_init is None else Packed(worker_init)
+    init = functools.partial(_begin_worker, os.sched_getaffinity(0), own)
+    return {"multiprocessing_context": "forkserver", "worker_init_fn": init}
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Batches(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch names its own class
+        batches = super().__iter__()
+        return while_workers_live(batches) if self.num_workers else batches
+
+
+def while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
+    """Return what yields from an iterator of a DataLoader, and raises Failure if a worker ends."""
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        _begun.add(batches)
+    return _while_workers_live(batches)
+
+
+def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        # The last two while a batch is handed over. What the data set raised in a worker begins with "Caught".
+        message = str(error)
+        ended = re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", message)
+        if message.startswith("Caught ") or (isinstance(error, RuntimeError) and not ended):
+            raise
+        remedy = "if the kernel killed it for memory, use fewer workers or a smaller batch"
+        raise Failure(
+            f"a DataLoader worker has ended ({message or type(error).__name__}): {remedy}", everywhere=False
+        ) from error
+
+
+def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, worker: int) -> None:
+    # torch's check for a dead parent does not work here: the parent is the server, which lives as long as its workers.
+    threading.Thread(target=_end_with_rank, daemon=True).start()
+    os.sched_setaffinity(0, cores)
+    for number in IGNORED_SIGNALS:  # torch installs a handler for SIGTERM
+        signal.signal(number, signal.SIG_IGN)
+    info: Any = get_worker_info()
+    if isinstance(held := getattr(info, "dataset", None), Travels):  # the script asks for its own
+        object.__setattr__(info, "dataset", held.dataset)  # its attributes are read-only
+    if worker_init is not None:
+        worker_init(worker)
+
+
+def _end_with_rank() -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        leftovers.remove_sockets()
+        os._exit(1)
+
+
+def collate(samples: list[tuple[Tensor, int, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
+    """Return a batch of the valid samples: image, label, index.
+
+    If there are none: one black image that does not count, because an empty batch would fail in batch norm.
+    """
+    if not samples:
+        black = torch.zeros(1, 3, side, side, dtype=torch.uint8)
+        return Loaded(black, torch.zeros(1, dtype=torch.int64), 0, corrupt, [])
+    images, labels, indices = zip(*samples, strict=True)
+    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt, list(indices))

@@ -1,0 +1,205 @@
+"""The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from hvdtrain.checkpoint.randomness import reseed
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.inputs import Batch, Kind
+from hvdtrain.inputs.loaders import Loader, in_batches, loaded, parts_of, require_usable
+from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, seed_generators, shard
+
+ENDLESS = 100_000  # draws, of a small data set
+
+
+class Drawn:
+    """The batches of indices that a sampler draws in each epoch; of a plain sampler, one batch.
+
+    The constructor is a collective. Raises UserError for a sampler whose order differs between ranks, or could not be drawn
+    again after a restart. count: number of samples of the data set.
+    """
+
+    def __init__(self, engine: Engine, sampler: Any, seed: int, count: int, *, in_batches: bool):
+        self._sampler, self._seed, self._count, self._in_batches = sampler, seed, count, in_batches
+        self._kind = type(sampler).__name__
+        self._drawn: dict[int, list[Tensor]] = {}
+        with engine.raising_together("sampler"):  # else ranks would wait for one whose sampler alone is refused
+            first = self._checked()
+        self.samples = sum(map(len, first))  # per epoch
+        self._engine = engine
+        self.require_equal(digest_of(first))
+
+    def _checked(self) -> list[Tensor]:
+        """Return the batches of the first epoch. Raises UserError for a sampler that cannot be used."""
+        for part in parts_of(self._sampler):
+            if isinstance(part, DistributedSampler):
+                kind = type(part).__name__
+                raise UserError(f"the DataLoader has a {kind}: leave it out, the samples are sharded for you")
+            if isinstance(part, WeightedRandomSampler) and len(part.weights) != self._count:
+                remedy = "give it one for each sample, as in weights[labels]"
+                raise UserError(
+                    f"the WeightedRandomSampler has {len(part.weights)} weights for {self._count} samples: {remedy}"
+                )
+        first, again = self._draw(0), self._draw(0)
+        if len(first) != len(again) or not all(map(torch.equal, first, again)):
+            raise UserError(
+                f"the DataLoader's {self._kind} draws another order each time, also with the same seed of torch, Python and "
+                "numpy: draw with these, or from a generator that set_epoch(epoch) seeds"
+            )
+        return first
+
+    def digest(self, epoch: int) -> int:
+        """Return a hash of what is drawn in `epoch`. Raises UserError."""
+        return digest_of(self.batches(self._seed, epoch))
+
+    def require_equal(self, digest: int) -> None:
+        """Raise UserError on every rank if they have drawn other orders. A collective."""
+        remedy = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
+        self._engine.require_equal(f"the order that {self._kind} draws", digest, remedy)
+
+    def batches(self, seed: int, epoch: int) -> list[Tensor]:
+        """Return the batches of `epoch`, each int64 [b]. seed: ignored; the one given to the constructor is used."""
+        if epoch not in self._drawn:  # the epoch of the step, and the next one, for which workers read ahead
+            drawn = self._draw(epoch)
+            if (count := sum(map(len, drawn))) != self.samples:
+                message = f"draws {count} samples in epoch {epoch + 1}, and {self.samples} in the first"
+                raise UserError(
+                    f"the DataLoader's {self._kind} {message}: draw as many in each, or write run.steps(..., changes=True)",
+                    everywhere=True,
+                )
+            self._drawn = {known: held for known, held in self._drawn.items() if known >= epoch - 1}
+            self._drawn[epoch] = drawn
+        return self._drawn[epoch]
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """Return the order of the samples in `epoch`, int64 [n]."""
+        return torch.cat(self.batches(seed, epoch)) if self.samples else torch.empty(0, dtype=torch.int64)
+
+    def _draw(self, epoch: int) -> list[Tensor]:
+        seed = mixed_seed(self._seed, "sampler", epoch)
+        with kept():
+            seed_generators(seed)
+            for number, part in enumerate(parts_of(self._sampler)):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+                for value in list(getattr(part, "__dict__", {}).values()):
+                    reseed(value, mixed_seed(seed, number))
+            drawn = self._to_the_end()
+        try:
+            batches = drawn if self._in_batches else [drawn]
+            order = [
+                torch.tensor([int(index) for index in batch], dtype=torch.int64) for batch in batches if len(batch)
+            ]
+        except (TypeError, ValueError) as error:
+            what = "lists of indices" if self._in_batches else "indices"
+            remedy = "write batch_sampler= for one that draws lists, and sampler= for one that draws indices"
+            raise UserError(
+                f"the DataLoader's {self._kind} draws something else than {what} ({error}): {remedy}"
+            ) from error
+        for indices in order:
+            if len(wrong := indices[(indices < -self._count) | (indices >= self._count)]):
+                message = f"draws the index {int(wrong[0])}, and the data set has {self._count} samples"
+                raise UserError(f"the DataLoader's {self._kind} {message}: make it for this data set")
+        return order
+
+    def _to_the_end(self) -> list[Any]:
+        """Return what the sampler draws in an epoch. Raises UserError if it does not end."""
+        try:
+            length = len(self._sampler)
+        except (TypeError, NotImplementedError):  # torch needs none, either
+            length = 0
+        most = max(ENDLESS, 10 * self._count, 10 * length)
+        drawn = list(islice(iter(self._sampler), most + 1))
+        if len(drawn) > most:
+            message = f"draws more than {most:,} times in an epoch of {self._count:,} samples, as one without an end"
+            remedy = "let it end after an epoch, and give the number of steps to run.epochs(steps=NUMBER)"
+            raise UserError(f"the DataLoader's {self._kind} {message}: {remedy}")
+        return drawn
+
+
+def digest_of(batches: list[Tensor]) -> int:
+    """Return 63 bits of a hash of batches of indices."""
+    total = hashlib.blake2b(digest_size=8)
+    for indices in batches:
+        total.update(len(indices).to_bytes(8))
+        total.update(indices.numpy().data)
+    return int.from_bytes(total.digest()) >> 1
+
+
+def numbered(batches: list[Tensor], count: int) -> list[Tensor]:
+    """Return the drawn batches of an epoch with k * `count` added to an index that was drawn k times before, so that its
+    augmentation is another one. The index of `value` is value % count."""
+    order = torch.cat(batches).remainder(count) if batches else torch.empty(0, dtype=torch.int64)
+    values, places = order.sort(stable=True)
+    order[places] += count * (torch.arange(len(order)) - torch.searchsorted(values, values))
+    return list(order.split([len(batch) for batch in batches]))
+
+
+class SampledLoader(Loader):
+    """A DataLoader with a sampler or batch sampler of the user's own."""
+
+    def _read_sampler(self) -> None:
+        self._drawn = drawn(self._engine, self._given, self._seed)
+        self.per_epoch = self._drawn.samples
+        if self._given.batch_size is None:
+            self.batches = self._numbered
+
+    def require_unchanged(self, epoch: int) -> None:
+        super().require_unchanged(epoch)
+        with self._engine.raising_together("sampler"):
+            digest = self._drawn.digest(epoch)
+        self._drawn.require_equal(digest)
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        return torch.cat(self._numbered(seed, epoch)) if self._drawn.samples else torch.empty(0, dtype=torch.int64)
+
+    def load(self, planned: PlannedBatch) -> Batch:
+        batch = super().load(planned)
+        batch.indices = batch.indices % self.samples
+        return batch
+
+    def _numbered(self, seed: int, epoch: int) -> list[Tensor]:
+        return numbered(self._drawn.batches(seed, epoch), self.samples)
+
+
+def has_own_sampler(data: Any) -> bool:
+    """Return whether `data` is a DataLoader whose order is another one than that of shuffle=True and False."""
+    if not isinstance(data, DataLoader) or not hasattr(data.dataset, "__len__"):
+        return False
+    if data.batch_size is None:
+        return data.batch_sampler is not None
+    sampler: Any = data.sampler
+    count = len(data.dataset)
+    # Not of a subclass, which may have an order of its own.
+    if type(sampler) is SequentialSampler and len(sampler) == count:
+        return False
+    plain = type(sampler) is RandomSampler and not sampler.replacement
+    return not (plain and len(sampler) == len(sampler.data_source) == count)
+
+
+def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn:
+    """Return the order that the DataLoader's sampler or batch sampler draws. A collective. Raises UserError."""
+    whole = given.batch_size is None
+    count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
+    return Drawn(engine, given.batch_sampler if whole else given.sampler, seed, count, in_batches=whole)
+
+
+def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
+    """Yield this rank's batches of a test set, in the order of the sampler. Over all ranks, each sample is yielded once."""
+    require_usable(given)
+    order = drawn(engine, given, seed)
+    if given.batch_size is None:
+        batches = order.batches(seed, 0)
+        yield from loaded(engine, given, seed, batches[shard(len(batches), engine.rank, engine.size)])
+    else:
+        yield from in_batches(engine, given, seed, order.order(seed, 0))
+
+
+SAMPLED = Kind(has_own_sampler, SampledLoader, evaluated)

@@ -1,0 +1,141 @@
+"""Several data sets in one step: `run.steps({"labelled": a, "unlabelled": b})`.
+
+The first one determines the epochs. Where a pass takes n of its samples, over all ranks, it takes n times R of another one:
+R is the ratio of their batch sizes. Each rank takes the same share of both, so one weight holds for the sum of their losses.
+The position in each follows from the number of samples of the first one that are done.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.inputs import Batch, Input, Kind
+from hvdtrain.inputs.loaders import is_stream
+from hvdtrain.inputs.plan import Plan
+from hvdtrain.inputs.sharding import PlannedBatch, mixed_seed
+from hvdtrain.inputs.sources import open_input
+from hvdtrain.inputs.tensors import are_tensors
+from hvdtrain.loop.state import Initial, TrainState
+
+Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
+
+
+def of_other(plan: Plan, part: Part, done: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
+    """Yield (epoch, batch), as a Plan does: this rank's samples of another data set than the first.
+
+    plan: of the first one. done: samples of the first one that are done. seed: of the order.
+    """
+    source, ratio = part
+    order = lru_cache(2)(lambda epoch: source.order(seed, epoch))
+    position = done * ratio  # counted from the beginning of training through all epochs
+    for _, batch in plan:
+        epoch, missing, taken = position // source.per_epoch, batch.together * ratio, list[Tensor]()
+        while missing:
+            current, first = divmod(position, source.per_epoch)
+            taken.append(order(current)[first : first + missing])
+            position, missing = position + len(taken[-1]), missing - len(taken[-1])
+        groups = torch.cat(taken).view(-1, ratio)  # one for each sample of the first data set in this pass
+        mine = groups[plan.rank :: plan.size] if batch.local_count else groups[:1]
+        yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
+
+
+class Together(dict[str, Any]):
+    """The micro-batches of several data sets, by the names that the script gave to `run.steps`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UserError(f"step.batches() has {', '.join(self)}, and not {name}: use the names given to run.steps()")
+
+
+class Several(Input):
+    """Several inputs in one step, by name. Batches are dictionaries with a part for each. Raises UserError."""
+
+    def __init__(self, kinds: Sequence[Kind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
+        """kinds: of the parts."""
+        self._parts: dict[str, Part] = {}
+        for name, what in data.items():
+            self._parts[name] = part_of_step(kinds, engine, name, what, seed, batch_size, first=not self._parts)
+        (self._name, (self._first, _)), *self._others = self._parts.items()
+        self.samples, self.per_epoch = self._first.samples, self._first.per_epoch
+        self.split = self._first.split
+        self._planned: dict[str, Iterator[tuple[int, PlannedBatch]]] = {}
+        self._state = TrainState()
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        return self._first.order(seed, epoch)
+
+    def plan(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> Plan:
+        plan = self._first.plan(engine, flags, initial, state, epochs)
+        self.per_epoch = plan.per_epoch  # with drop_last=True, not all samples
+        return plan
+
+    def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
+        self._state = state
+        return super().begin(engine, flags, initial, state, epochs)
+
+    def require_unchanged(self, epoch: int) -> None:
+        for source, _ in self._parts.values():
+            source.require_unchanged(epoch)
+
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
+        plan = self._plan.of_epoch(self._state.epoch)
+        self._first.read(plan)
+        for name, part in self._others:
+            given = plan, part, self._state.samples, mixed_seed(plan.seed, name) >> 1
+            part[0].read(of_other(*given))
+            self._planned[name] = of_other(*given)
+
+    def close(self) -> None:
+        for source, _ in self._parts.values():
+            source.close()
+
+    def load(self, planned: PlannedBatch) -> Batch:
+        batch = self._first.load(planned)
+        data = Together({self._name: batch.data})
+        for name, (source, _) in self._others:
+            data[name] = source.load(next(self._planned[name])[1]).data
+        batch.data = data
+        return batch
+
+
+def part_of_step(
+    kinds: Sequence[Kind], engine: Engine, name: str, what: Any, seed: int, batch_size: int, *, first: bool
+) -> Part:
+    """Return the input of one of several data sets. first: it determines the epochs. Raises UserError."""
+    if is_stream(what):
+        remedy = "make one stream of both"
+        raise UserError(f"run.steps: {name!r} is a stream, and goes with other data in a step: {remedy}")
+    ratio = 1
+    if isinstance(what, DataLoader):
+        if what.batch_size is None:
+            remedy = "give it a sampler, or batch_size"
+            raise UserError(f"run.steps: {name!r} has no batch_size, and goes with other data in a step: {remedy}")
+        if not first and what.drop_last:
+            remedy = "leave it out, its last batch is filled from its next epoch"
+            raise UserError(f"run.steps: {name!r} has drop_last=True: {remedy}")
+        if not first and what.batch_size % batch_size:
+            remedy = f"give it a multiple of --batch-size {batch_size}"
+            raise UserError(f"run.steps: {name!r} has batch_size={what.batch_size}: {remedy}")
+        ratio = 1 if first else what.batch_size // batch_size
+    elif not are_tensors(what):
+        remedy = "give it a DataLoader, or tensors in a tuple"
+        raise UserError(f"run.steps: {name!r} is a {type(what).__name__}: {remedy}")
+    parts = what if isinstance(what, tuple) else (what,)
+    source = open_input(kinds, engine, parts, seed, batch_size * ratio, None)
+    if not source.per_epoch:
+        raise UserError(f"run.steps: {name!r} has no samples", everywhere=True)
+    return source, ratio
+
+
+def several_of(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of data that is a dictionary of these."""
+    return Kind(
+        lambda data: isinstance(data, Mapping) and bool(data),
+        lambda engine, data, seed, batch_size, _: Several(kinds, engine, data, seed, batch_size),
+    )

@@ -1,0 +1,102 @@
+"""Turns gradients of means over samples into those over other items: tokens, or the samples that a collate_fn left in."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.accelerators import to_device
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.loop.prepared import Prepared
+
+
+class Counts:
+    """The numbers of items given to `step.backward(count=...)` in one step. samples: of the step, over all ranks."""
+
+    def __init__(self, engine: Engine, prepared: Prepared, number: int, samples: int):
+        self._engine, self._prepared, self._number, self._samples = engine, prepared, number, samples
+        # Of each optimizer, `count` by the number of the backward pass in this loop.
+        self._counts: dict[torch.optim.Optimizer, dict[int, Tensor | float]] = {}
+        self.given = False  # in this loop
+        self.least: Tensor | None = None  # the smallest sum over all ranks, where it is on an accelerator
+
+    def begin(self) -> None:
+        """Begin a loop over the micro-batches."""
+        self._counts, self.given = {}, False
+
+    def add(self, optimizers: Sequence[torch.optim.Optimizer], number: int, count: Tensor | float) -> float | Tensor:
+        """Note the `count` of backward pass `number`. Return the factor for its loss; `divide` divides by the sum later."""
+        self.given = True
+        for one in optimizers:
+            self._counts.setdefault(one, {})[number] = count
+        if isinstance(count, Tensor) and not count.is_floating_point():  # else torch divides in its default dtype
+            count = count.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        return count * self._engine.size / self._samples
+
+    def divide(self) -> None:
+        """Turn the gradients of means over samples into those of a mean over items. Each loss has items of its own: so have
+        the optimizers that got others in this loop. A collective."""
+        alike: dict[tuple[int, ...], list[torch.optim.Optimizer]] = {}  # by backward passes, the same on all ranks
+        for optimizer, counts in self._counts.items():
+            alike.setdefault(tuple(counts), []).append(optimizer)
+        for optimizers in alike.values():
+            self._multiply(self._factor(list(self._counts[optimizers[0]].values())), optimizers)
+
+    def _factor(self, counts: Sequence[Tensor | float]) -> Tensor | float:
+        """Return the number of samples by that of items, over all ranks. counts: of this rank's backward passes."""
+        if (device := self._engine.device).type != "cpu":  # the sum stays there, on every rank
+            own = torch.zeros((), dtype=torch.float64, device=device)
+            for count in counts:
+                own += to_device(count, device)  # a tensor, or a number
+            whole = self._of_all(own)
+            self.least = whole if self.least is None else torch.minimum(whole, self.least)
+            return (self._samples / whole).float()  # infinite without items, which `require_some` explains
+        items = sum(float(count) for count in counts)
+        total = float(self._of_all(torch.tensor(items, dtype=torch.float64)))
+        if total <= 0:
+            raise UserError(self._none())
+        return self._samples / total
+
+    def make_up(self, left_in: int, planned: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Turn the gradients of means over the planned samples into those over the ones that the collate_fn has left in.
+
+        left_in, planned: of this rank. A collective.
+        """
+        device = self._engine.device
+        numbers = torch.tensor([left_in, planned], dtype=torch.float64).to(device, non_blocking=True)
+        left, whole = self._prepared.group.sum(numbers, "samples")
+        if device.type != "cpu":  # the sums stay there
+            self.least = left
+            self._multiply(
+                (whole / left).float(), optimizers
+            )  # infinite without samples, which `require_some` explains
+        elif left != whole:
+            if not left and self._prepared.group.of_all_ranks:
+                raise UserError(self._none())
+            self._multiply(float(whole) / float(left) if left else 1.0, optimizers)
+
+    def require_some(self) -> None:
+        """Raise UserError if there were no items on all ranks. Reads from an accelerator."""
+        if self.least is not None and float(self.least) <= 0:
+            raise UserError(self._none())
+
+    def _multiply(self, factor: Tensor | float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            gradients = [p.grad for p in self._prepared.trained[optimizer] if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Return the number of items over all ranks, of which this rank has `own`. With --sync-every, as if each group had
+        as many; one that has none has gradients of zero, to be divided by 1."""
+        size, group = self._engine.size, self._prepared.group
+        total = group.sum(own, "tokens")
+        if group.size == size:
+            return total
+        return torch.where(total > 0, total * size / group.size, torch.ones_like(total))
+
+    def _none(self) -> str:
+        step = f"step {self._number}"
+        if not self.given:
+            return f"{step}: the collate_fn left no sample of all ranks: leave such samples out of the Dataset"
+        return f"{step}: step.backward(count=...) was 0 on all ranks: leave such samples out"

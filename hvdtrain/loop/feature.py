@@ -1,0 +1,59 @@
+"""The interface of a feature: what a training may have beside its core.
+
+A feature is one file in training/features, and its lines in loop/start.py, which makes it if the flags ask for it. The
+core calls these methods and imports no feature. Without the file and the line, all else works.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the core hands these over; importing them would be a circle
+    from hvdtrain.checkpoint.parts import Part
+    from hvdtrain.loop.run import Run
+    from hvdtrain.loop.step import Step
+
+
+class Feature:
+    """Each method does nothing, unless a feature overrides it. Every rank calls each of them at the same point."""
+
+    every = 1  # steps between two calls of `before_step`, counted from the beginning of training
+
+    def prepare(self, run: "Run") -> None:
+        """Called at the end of `run.prepare`: models and optimizers are wrapped and restored."""
+
+    def registered(self, objects: Mapping[str, Any]) -> None:
+        """Called at the end of `run.register`: the objects are restored, with what rank 0 had."""
+
+    def before_step(self, step: "Step") -> None:
+        """Called before the script gets a step."""
+
+    def after_step(self, step: "Step") -> None:
+        """Called after the script's part of a step. `run.state` counts it."""
+
+    def parts(self) -> "Sequence[Part]":
+        """Return what checkpoints have of this feature. Called after `prepare`."""
+        return ()
+
+    def close(self, *, failed: bool) -> None:
+        """Called at the end of the block of `training.start`. failed: by an exception."""
+
+
+class Features:
+    """The features of a run. A method that a feature does not override is not called in steps."""
+
+    def __init__(self, features: Sequence[Feature]):
+        self.all = list(features)
+        self._choose()
+
+    def _choose(self) -> None:
+        self.before_step: list[tuple[int, Callable[[Step], None]]] = [
+            (one.every, one.before_step) for one in self.all if type(one).before_step is not Feature.before_step
+        ]
+        self.after_step: list[Callable[[Step], None]] = [
+            one.after_step for one in self.all if type(one).after_step is not Feature.after_step
+        ]
+
+    def drop(self, feature: Feature) -> None:
+        """Do not call this one any more."""
+        self.all.remove(feature)
+        self._choose()

@@ -1,0 +1,46 @@
+"""Rows of all ranks with their gradient, for losses over the samples of all ranks, such as contrastive ones."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.inputs.sharding import mixed_seed
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of every rank, in rank order. backward: each rank gets the sum of all ranks' gradients for its rows.
+
+    Every rank's loss is a mean over its own samples, weighted by their number, so that the mean over ranks is the loss. Its
+    gradient for a row is therefore the sum over ranks, divided by their number with all other gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, engine: Engine, lengths: list[int], alone: bool) -> Tensor:
+        ctx.engine, ctx.alone = engine, alone
+        ctx.first, ctx.length = sum(lengths[: engine.rank]), lengths[engine.rank]
+        return torch.cat(engine.all_gather_rows(rows, lengths, "gather"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        total = gradient.contiguous().clone()
+        if not ctx.alone:
+            ctx.engine.all_reduce_(total, "sum", "gather.gradient")
+        return total[ctx.first : ctx.first + ctx.length], None, None, None
+
+
+def gather(engine: Engine, rows: Tensor, *, alone: bool) -> Tensor:
+    """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass, unless `alone`.
+
+    Raises UserError on every rank if the rows are of different shapes or types.
+    """
+    kind = f"{list(rows.shape[1:])} {str(rows.dtype).removeprefix('torch.')}"
+    mine = torch.tensor([len(rows), mixed_seed(kind)])
+    lengths, kinds = engine.all_gather(mine, "gather.lengths").T.tolist()
+    if len(set(kinds)) > 1:
+        engine.require_equal("the rows of run.gather()", kind, "give it rows of the same shape and type on all ranks")
+    if not max(lengths):
+        return rows
+    result: Tensor = Gathered.apply(rows, engine, lengths, alone)
+    return result

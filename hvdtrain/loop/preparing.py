@@ -1,0 +1,249 @@
+"""Makes models and optimizers ready for training: checked, on the device, wrapped by the engine, the same on all ranks."""
+
+import hashlib
+import inspect
+import io
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.checkpoint import extra_states
+from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import Models, kind_of, named_parameters
+from hvdtrain.flags import Flags
+from hvdtrain.loop.prepared import Prepared, parameters_of
+from hvdtrain.loop.schedules import is_scheduled
+from hvdtrain.loop.shared_buffers import give_memory
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # with a kernel that takes `found_inf`
+REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
+_of_earlier_runs: weakref.WeakSet[object] = weakref.WeakSet()  # layers with trainable parameters
+
+
+def about_layer(name: str, layer: nn.Module, engine: Engine) -> str:
+    """Return why ranks cannot train with a layer, or would train wrongly without an error; "": they can."""
+    name = name or "the model"
+    embeds = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+    if isinstance(layer, REPLICAS):
+        kind = type(layer).__name__
+        return f"a {kind} would reduce gradients, too: give it the model inside, and choose by --engine"
+    if embeds and layer.sparse:
+        return f"{name} has sparse gradients, which are not reduced: leave sparse=True out"
+    if embeds and layer.max_norm is not None and engine.size > 1:
+        after = f"weight.data.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})"
+        remedy = f"leave it out, and write {after} of the layer after step.update()"
+        return f"{name} has max_norm, which changes its weights on each rank alone: {remedy}"
+    if layer in _of_earlier_runs:
+        remedy = "create models and optimizers anew for each run, or copy.deepcopy(model) to go on with its weights"
+        return f"this {type(layer).__name__} was trained by an earlier run: {remedy}"
+    return ""
+
+
+def about_batch_norm(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> str:
+    """Return why a SyncBatchNorm of torch or of Horovod does not work here; "": it does, or is none."""
+    of_torch = isinstance(layer, nn.SyncBatchNorm)
+    if not of_torch and type(layer).__name__ != "SyncBatchNorm":
+        return ""
+    if local_steps:
+        return "SyncBatchNorm makes ranks wait in every step: use nn.BatchNorm, or leave --sync-every out"
+    if engine.device.type == "cpu" and not (of_torch and engine.name == "serial"):
+        return f"{name or 'the model'} is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"
+    if of_torch and engine.name == "horovod":
+        remedy = "use horovod.torch.SyncBatchNorm, or --engine ddp"
+        return f"torch.nn.SyncBatchNorm synchronizes nothing under Horovod: {remedy}"
+    if not of_torch and engine.name == "ddp":
+        remedy = "use torch.nn.SyncBatchNorm, or --engine horovod"
+        return f"horovod.torch.SyncBatchNorm does not work under --engine ddp: {remedy}"
+    return ""
+
+
+def refuse_layer(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> None:
+    """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
+    message = about_batch_norm(name, layer, engine, local_steps=local_steps) or about_layer(name, layer, engine)
+    if message:
+        raise UserError(f"run.prepare(): {message}")
+
+
+def callable_alone(function: Callable[..., object]) -> bool:
+    """Return whether `function` may be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parameter]) -> None:
+    """Raise UserError for an optimizer with which ranks cannot train. known: the parameters of the models."""
+    message = ""
+    if hasattr(optimizer, "skip_synchronize"):
+        message = "a DistributedOptimizer would reduce gradients, too: give it the optimizer inside"
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        remedy = "use SGD, Adam or another that does not call a closure"
+        message = f"LBFGS computes the loss several times in a step, and ranks would differ: {remedy}"
+    elif hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        remedy = "let its step() make both in turn, and call step.update() twice in a step, as docs/programs/sam.py"
+        message = f"SAM's first_step() and second_step() are not called: {remedy}"
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        message = "SparseAdam needs sparse gradients, which are not reduced: use Adam"
+    elif is_scheduled(optimizer):
+        remedy = "create it afterwards, from the optimizer that this returns"
+        message = f"a learning rate scheduler was created before: {remedy}"
+    elif not callable_alone(optimizer.step):
+        message = (
+            f"{type(optimizer).__name__}.step() takes arguments that step.update() does not give: give them defaults"
+        )
+    elif not set(parameters_of(optimizer)).issubset(known):
+        remedy = "pass that model, too; of a Parameter by itself, a module that has it, such as nn.ParameterList"
+        message = f"an optimizer has parameters of a model that was not given: {remedy}"
+    if message:
+        raise UserError(f"run.prepare(): {message}")
+
+
+def refuse_unsupported(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str],
+    engine: Engine, *, local_steps: bool,
+) -> None:  # fmt: skip
+    """Raise UserError for what ranks cannot train with, or would train wrongly without an error. names: of the parameters.
+
+    What an earlier run of this process has trained is refused, too: its gradients would be reduced twice, and a fold of a
+    cross-validation would begin with weights that have seen its data.
+    """
+    layers = [pair for model in models for pair in model.named_modules()]
+    for name, layer in layers:
+        refuse_layer(name, layer, engine, local_steps=local_steps)
+    for name, buffer in ((name, one) for model in models for name, one in model.named_buffers()):
+        if buffer.is_quantized and engine.size > 1:
+            remedy = "keep its integers, buffer.int_repr(), and the scale"
+            raise UserError(f"run.prepare(): {name} is quantized, and ranks exchange no such tensors: {remedy}")
+    taken: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        refuse_optimizer(optimizer, names)
+        if shared := taken.intersection(parameters_of(optimizer)):
+            remedy = "give each parameter to one optimizer, or several losses to one step.backward()"
+            raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {remedy}")
+        taken.update(parameters_of(optimizer))
+    _of_earlier_runs.update(
+        layer for _, layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))
+    )
+
+
+def refuse_replicas(name: str, module: nn.Module) -> None:
+    """Raise UserError if a module that is registered under `name` holds what `run.prepare` has returned under DDP."""
+    for layer in module.modules():
+        if isinstance(layer, REPLICAS):
+            message = f"run.register({name}=...) holds a {type(layer).__name__}, whose weights have other names"
+            raise UserError(f"{message}: make it of the model that you gave to run.prepare()")
+
+
+def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
+    mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
+    mine += [f"{kind_of(buffer)} buffer{sparse_values(buffer)}" for model in models for buffer in model.buffers()]
+    mine += [name for model in models for states in extra_states.of({"": model}).values() for name in states]
+    mine += [type(optimizer).__name__ for optimizer in optimizers]
+    digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
+    if len(set(digests)) == 1:
+        return
+    theirs = engine.all_gather_object(mine, "prepare.names")
+    for rank, other in enumerate(theirs):
+        first = next((pair for pair in zip_longest(theirs[0], other, fillvalue="nothing") if pair[0] != pair[1]), None)
+        if first is not None:
+            message = f"rank 0 has {first[0]} where rank {rank} has {first[1]}"
+            remedy = "build the same models and optimizers on every rank"
+            raise UserError(f"run.prepare(): {message}: {remedy}", everywhere=True)
+
+
+def sparse_values(buffer: Tensor) -> str:
+    """Return what tells the values of a sparse buffer, which is not broadcast, from others; "" for others."""
+    if buffer.layout is torch.strided:
+        return ""
+    torch.save(buffer, content := io.BytesIO())
+    return f", sparse, SHA-256 {hashlib.sha256(content.getvalue()).hexdigest()[:12]}"
+
+
+def fuse(optimizer: torch.optim.Optimizer, *, may_lack_gradients: bool) -> None:
+    """Let an optimizer of torch use its fused kernel on an accelerator, unless the author has chosen another one.
+
+    may_lack_gradients: some parameters may have no gradient; then not for SGD, whose kernel needs all momenta or none.
+    """
+    if not isinstance(optimizer, FUSED):
+        return
+    if may_lack_gradients and isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        open_to_choice = group.get("fused") is None and group.get("foreach") is None
+        plain = not group.get("differentiable") and not group.get("capturable")
+        if open_to_choice and plain and all(p.is_floating_point() and p.device.type != "cpu" for p in group["params"]):
+            group["fused"] = True
+
+
+def sorted_parts(
+    parts: Sequence[Any], names: Sequence[str]
+) -> tuple[list[nn.Module], Models, list[torch.optim.Optimizer]]:
+    """Return the models as given, the models without what torch.compile puts around them, and the optimizers. Raises
+    UserError for other objects."""
+    given = [part for part in parts if isinstance(part, nn.Module)]
+    # A compiled model is called as it is; its weights have the names of the model inside.
+    inside = (getattr(model, "_orig_mod", model) for model in given)
+    models = Models(inside, (name for name, part in zip(names, parts, strict=True) if isinstance(part, nn.Module)))
+    optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+    if len(models) + len(optimizers) != len(parts) or not models or not optimizers:
+        kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
+        raise UserError(f"run.prepare() got {kinds}: give it models and optimizers (run.register takes schedulers)")
+    if any(nn.parameter.is_lazy(one) for model in models for one in (*model.parameters(), *model.buffers())):
+        raise UserError("run.prepare(): a layer has no shape yet: call the model once before")
+    return given, models, optimizers
+
+
+def prepare(
+    engine: Engine, group: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
+    find_unused_parameters: bool,
+) -> Prepared:  # fmt: skip
+    """Return the prepared models and optimizers. A collective. Restore a checkpoint after it, before training.
+
+    group: the ranks that average their gradients in every step. names: of the parts; "": the script gave none.
+    micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
+    """
+    given, models, optimizers = sorted_parts(parts, names)
+    require_alike(engine, models, optimizers)
+    for model in models:
+        model.to(engine.device)
+        give_memory(model)
+    if flags.weights is not None:
+        from hvdtrain.models.weights import load_weights
+
+        with engine.raising_together("weights"):
+            if engine.rank == 0:
+                load_weights(models[0], flags.weights)
+    named = named_parameters(models)
+    with engine.raising_together("prepare"):
+        names_of = {parameter: name for name, parameter in named}
+        refuse_unsupported(models, optimizers, names_of, engine, local_steps=group is not engine)
+    if engine.device.type != "cpu":
+        for optimizer in optimizers:
+            frozen = any(not parameter.requires_grad for parameter in parameters_of(optimizer))
+            fuse(optimizer, may_lack_gradients=find_unused_parameters or frozen)
+    reduction = Reduction(
+        flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
+    )
+    if group is not engine:  # --compression then means the weights, which local_steps.py exchanges
+        reduction = reduction._replace(compression="none", predivide=1.0)
+    replicas = [group.distribute_model(model, reduction) for model in given]
+    optimizers = [group.distribute_optimizer(optimizer, named, reduction) for optimizer in optimizers]
+    scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
+    prepared = Prepared(
+        engine, group, models, replicas, optimizers, scaler, named, zero_for_missing=find_unused_parameters
+    )
+    for model in models:
+        engine.broadcast_model(model)
+    if flags.weights is not None:
+        extra_states.share(engine, {"": models[0]})
+    for optimizer in optimizers:
+        engine.broadcast_optimizer_state(optimizer)
+    return prepared

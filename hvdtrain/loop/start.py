@@ -1,0 +1,277 @@
+"""The start and the end of a training run, in the required order."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.engines import precision
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.start import require_same_flags
+from hvdtrain.engines.start import start as start_engine
+from hvdtrain.flags import Flags
+from hvdtrain.guards.monitor import monitor_ranks, remember_ignored
+from hvdtrain.guards.start_limit import limited_start
+from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.inputs import leftovers
+from hvdtrain.inputs.inputs import Kind
+from hvdtrain.inputs.sharding import seed_generators
+from hvdtrain.inputs.sources import Data
+from hvdtrain.loop import early_end
+from hvdtrain.loop.feature import Feature
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.run_base import Phase
+from hvdtrain.loop.stopping import Stopped, Stopping
+from hvdtrain.models import compile_cache
+from hvdtrain.output.metric_names import Metric, metrics_of
+from hvdtrain.output.run_output import RunOutput
+
+_running: list[bool] = []  # one, inside `start`
+
+
+finished: set[Path | None] = set()  # output directories of earlier trainings in this process
+
+
+class TrainingBlock:
+    """What `start` returns, to be entered by a `with` statement, which then has the run."""
+
+    def __init__(self, training: contextlib.AbstractContextManager[Run]):
+        self._training = training
+
+    def __enter__(self) -> Run:
+        return self._training.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._training.__exit__(kind, error, traceback)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python's own questions, such as those of copy and pickle
+            raise AttributeError(name)
+        remedy = "write `with training.start(flags) as run:`"
+        raise UserError(f"run.{name} of a training that was not started: {remedy}", everywhere=True)
+
+
+def start(flags: Flags, *, metrics: Mapping[str, Metric | str] | None = None) -> TrainingBlock:
+    """Start the engine, find the checkpoint to resume from, and monitor the ranks until the block ends. A context manager.
+
+    flags: of `training.parser(...).parse_args()`. metrics: the metrics that evaluations record, each with "min" or "max",
+    whichever is better (default: loss, "min"); the first one determines the best checkpoint. Raises UserError on every rank.
+    """
+    return TrainingBlock(_start(flags, metrics))
+
+
+@contextlib.contextmanager
+def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator[Run]:
+    if not isinstance(flags, Flags):
+        raise UserError("training.start() takes what training.parser(...).parse_args() returned", everywhere=True)
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("training.start() in another thread than the main one, which stop signals reach: call it there")
+    if _running:
+        raise UserError(
+            "training.start() inside training.start(): end the first block before the next", everywhere=True
+        )
+    remember_ignored()
+    directions = metrics_of({"loss": "min"} if metrics is None else metrics)
+    tuning = flags.tuning == "auto"
+    with contextlib.ExitStack() as stack:
+        _running.append(True)
+        stack.callback(_running.pop)
+        with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored
+            engine = start_engine(
+                flags.engine,
+                tuning=tuning,
+                device=flags.device,
+                threads=flags.threads,
+                deterministic=flags.deterministic,
+            )
+            engine.reason = flags.engine_reason
+            starting.engine = stack.enter_context(engine)
+            run = stack.enter_context(started(engine, flags, directions, named=metrics is not None))
+        yield run
+
+
+def kinds_of_data() -> list[Kind]:
+    """Return the kinds of data that run.steps and run.evaluating take: the first one that takes it opens it."""
+    from hvdtrain.inputs.images import IMAGES
+    from hvdtrain.inputs.loaders import LOADER
+    from hvdtrain.inputs.samplers import SAMPLED
+    from hvdtrain.inputs.several import several_of
+    from hvdtrain.inputs.streams import STREAM
+    from hvdtrain.inputs.tensors import NUMBER, TENSORS
+
+    kinds: list[Kind] = [NUMBER, TENSORS]
+    kinds.append(IMAGES)
+    kinds.append(STREAM)
+    kinds.append(SAMPLED)
+    kinds.append(LOADER)
+    kinds.append(several_of(tuple(kinds)))
+    return kinds
+
+
+def group_of(engine: Engine, flags: Flags) -> Engine:
+    """Return the ranks that average their gradients in every step. A collective."""
+    if flags.sync_every > 1 and flags.evaluate is None:
+        from hvdtrain.features import local_steps
+
+        return local_steps.group_of(engine, flags)
+    return engine
+
+
+def features_of(
+    engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str],
+    heartbeat: Callable[[], None],
+) -> list[Feature]:  # fmt: skip
+    """Return the features that the flags ask for, each a file of training/features, in the order in which they are called.
+
+    group: the ranks that average their gradients in every step. name_of: returns the name of a rank.
+    """
+    from hvdtrain.checkpoint.differing import Differing
+    from hvdtrain.features.replicas import FirstStep, of_replicas
+    from hvdtrain.features.schedule_rules import ScheduleRules
+
+    features: list[Feature] = []
+
+    if engine.device.type != "cpu":
+        from hvdtrain.features.late_verdict import LateVerdict
+
+        features.append(LateVerdict(engine, group, flags, output, name_of))
+    else:
+        from hvdtrain.features import non_finite
+
+        features.append(non_finite.of(engine, group, flags, output, name_of))
+    features.append(replicas := of_replicas(engine, group, flags, name_of))
+    if flags.check_steps:
+        features.append(FirstStep(replicas, group))
+    if group is not engine:
+        from hvdtrain.features.local_steps import LocalSteps
+
+        features.append(LocalSteps(engine, group, flags, name_of, replicas.compare))
+    if flags.profile:
+        from hvdtrain.features.profile import Profile
+
+        features.append(Profile(engine, flags, output, heartbeat))
+    if flags.mfu:
+        from hvdtrain.features.utilization import Utilization
+
+        features.append(Utilization())
+    if flags.memory:
+        from hvdtrain.features.memory import Memory
+
+        features.append(Memory(engine, engine.device))
+    if flags.energy:
+        from hvdtrain.features.energy import Energy
+
+        features.append(Energy(engine))
+    if flags.debug_page is not None:
+        from hvdtrain.features.debug_page import DebugPage
+
+        features.append(DebugPage(engine, output, flags.debug_page))
+    if os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") and engine.rank == 0 and flags.evaluate is None:
+        from hvdtrain.features.kubeflow import Progress
+
+        features.append(Progress())
+    features.append(ScheduleRules())
+    features.append(Differing())
+    return features
+
+
+def mirrored(engine: Engine, flags: Flags, output: RunOutput) -> Callable[[Callable[[], None]], None]:
+    """Begin to copy the run to --mirror, if that is asked for, and return what ends it. A collective."""
+    if flags.mirror is None and not (isinstance(flags.resume, str) and "://" in flags.resume):
+        return lambda heartbeat: None
+    from hvdtrain.checkpoint.mirror import Mirror
+
+    return Mirror(engine, flags, output).end
+
+
+def kind_of_run(flags: Flags) -> type[Run]:
+    """Return the class of the run: with --evaluate, one that takes no steps."""
+    if flags.evaluate is not None:
+        from hvdtrain.features.evaluate_only import EvaluationRun
+
+        return EvaluationRun
+    return Run
+
+
+@contextlib.contextmanager
+def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
+    """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
+    require_same_flags(engine, flags.of_all_ranks())
+    output = RunOutput(
+        engine,
+        flags.output_dir,
+        progress=not flags.no_progress,
+        tensorboard=flags.tensorboard,
+        track_as=(flags.track, flags.program) if flags.track else None,
+    )
+    end_mirror = mirrored(engine, flags, output)
+    with engine.raising_together("start"):
+        checkpoints = Checkpoints(engine, flags, metrics, output)
+    with contextlib.suppress(OSError):  # there is no directory for temporary files
+        leftovers.sweep()  # of earlier attempts of this run that were killed
+    compile_cache.use_private()  # for a program that calls torch.compile itself
+    state = checkpoints.resume.begin()
+    flags.compression = precision.choose_compression(engine, flags.compression)
+    flags.amp = precision.choose_amp(engine, flags.amp)
+    if flags.gradient_predivide_factor is None:
+        flags.gradient_predivide_factor = precision.default_predivision(flags.compression, engine.size)
+    group = group_of(engine, flags)
+
+    def hung(headline: str) -> None:
+        output.event("error", kind="watchdog", message=headline)
+
+    def stopped(reason: str) -> None:
+        output.event("stop", reason=reason)
+        remedy = "nothing to save: run the same command again"
+        output.say(f"stopped by {reason}, before the first step was finished; {remedy}")
+
+    monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
+    monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
+    with output, Stopping(engine, output, monitor, flags.checkpoint_steps, flags.sync_every) as stopping:
+        features = features_of(engine, group, flags, output, monitor.peers.name, stopping.heartbeat)
+        data = Data(kinds_of_data, engine, flags, output)
+        run = kind_of_run(flags)(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
+        torch.manual_seed(flags.seed)
+        seed_generators(flags.seed)
+        if checkpoints.resume.continues and flags.output_dir in finished:
+            remedy = "another training, such as the next fold, needs an --output-dir of its own"
+            run.say(
+                f"warning: this process has trained into {flags.output_dir} before, and continues that run: {remedy}"
+            )
+        with carried_out(run, end_mirror):
+            with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
+                yield run
+            run.finish(warn_of=metrics if named else ())
+            finished.add(flags.output_dir)
+
+
+@contextlib.contextmanager
+def carried_out(run: Run, end_mirror: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Context manager around a training and its end."""
+    checkpoints, failed = run.checkpoints, True
+    try:
+        yield
+        failed = False
+    except Stopped:
+        failed = False
+        unsaved = checkpoints.close(run.stopping.heartbeat)
+        run.exit_code = run.stopping.leave(run.state, unsaved, writes=checkpoints.writes)
+    finally:
+        run.phase = Phase.ENDED
+        with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
+            checkpoints.release(run.stopping.heartbeat)
+            end_mirror(run.stopping.heartbeat)
+        for feature in run.features.all:
+            feature.close(failed=failed)
+        if loading := sys.modules.get("hvdtrain.inputs.loading"):  # else there are no workers
+            loading.end_workers()

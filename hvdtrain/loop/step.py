@@ -1,0 +1,444 @@
+"""One training step: its micro-batches, their gradients and the update. Enforces the order that all ranks need."""
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines.accelerators import exact
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.inputs.inputs import Batch, Input
+from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
+from hvdtrain.loop.prepared import ADDED, Prepared
+from hvdtrain.loop.state import TrainState
+from hvdtrain.output.metric_names import require_free
+
+if TYPE_CHECKING:
+    from hvdtrain.loop.counts import Counts
+    from hvdtrain.loop.mistakes import Outputs
+    from hvdtrain.output.clock import Clock
+
+UPDATE = "call step.update() after the loop over step.batches()"
+BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
+
+
+def finite(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
+    propagate through the reduction."""
+    # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
+    sums = [
+        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).sum(dtype=torch.float32)
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
+    return not sums or all(map(math.isfinite, torch.stack(sums).tolist()))
+
+
+def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if optimizer in prepared.pending:
+            remedy = "leave it out, gradients are cleared before each step"
+            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {remedy}")
+        prepared.zero_grads[optimizer]()
+
+    def add_param_group(*_: object) -> None:
+        raise UserError(ADDED)
+
+    def before_step(*_: object) -> None:
+        if not prepared.updating:
+            remedy = "write step.update() after the loop over step.batches()"
+            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {remedy}")
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
+    optimizer.register_step_pre_hook(before_step)
+
+
+class Inspection(Protocol):
+    """What gets each loss while micro-batches are computed again, in place of a backward pass (`Step.again`)."""
+
+    def micro_batch(self, number: int, count: int) -> None:
+        """Begin micro-batch `number` (from 0) of `count`."""
+
+    def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Take a loss. named: the parameters that it trains."""
+
+
+def end(step: "Step", loop: int) -> Iterator[Any]:
+    """End the run at a step whose gradients are not finite."""
+    raise Failure(f"step {step.number}: gradients are not finite")
+
+
+@dataclass
+class Shared:
+    """What all steps of a run share."""
+
+    engine: Engine
+    prepared: Prepared
+    clock: "Clock"
+    state: TrainState
+    seed: int
+    autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
+    # What a feature may put in place of these, for step and loop (from 0). Both may yield micro-batches again.
+    # Return whether the gradients are finite; None: they are read at once.
+    check: "Callable[[Step, int], Generator[Any, None, bool]] | None" = None
+    unsound: "Callable[[Step, int], Iterator[Any]]" = end  # called if they are not
+    step: "Step | None" = None  # the current one
+
+
+class Step:
+    """One training step, yielded by `for step in run.steps(...)`."""
+
+    def __init__(self, shared: Shared, planned: PlannedStep, source: Input, *, logged: bool, last: bool):
+        """logged, last: see the attributes."""
+        self.number = shared.state.step + 1  # since the beginning of training, from 1
+        self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
+        self.last = last  # of its epoch, or of all
+        self.count = planned.count  # samples, over all ranks and micro-batches
+        # Sums of the loss and of recorded values over this rank's samples, and their counts. Tensors stay on the device.
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, Tensor | float] = {}
+        self.local_count = 0  # samples of this rank
+        self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
+        # Whether an update was skipped, because a gradient was not finite; None: that is not known yet.
+        self.left_out: bool | None = False
+        self.apart = False  # whether the ranks have different weights after this step, so that it can save nothing
+        self.loaded: list[Batch] = []  # kept during the step, for another `batches()` and for an inspection
+        self.backwards: dict[torch.optim.Optimizer, int] = {}  # calls of `backward` in this loop
+        self.missing: list[str] = []  # parameters that got no gradient on this rank
+        self.items: Counts | None = None  # with `backward(count=...)`, or where a collate_fn may leave samples out
+        self._shared, self._planned, self._input = shared, planned, source
+        self._samples = shared.state.samples  # of all steps before
+        self._batch: Batch | None = None  # the current micro-batch
+        self._loops = 0  # calls of `batches`
+        self._calls = 0  # calls of `backward` for this micro-batch
+        self._passes = 0  # backward passes in this loop
+        self._reduced: dict[torch.optim.Optimizer, bool] = {}  # not yet applied; False: they are not finite
+        self._updated: set[torch.optim.Optimizer] = set()
+        self._uncounted: set[torch.optim.Optimizer] = set()  # those with a backward pass without `count`
+        self._inspection: Inspection | None = None
+        self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first optimizer. Setting it sets the rate of every optimizer."""
+        return float(self._shared.prepared.optimizers[0].param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        for optimizer in self._shared.prepared.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    # ---- micro-batches
+
+    @property
+    def current(self) -> Batch | None:
+        """The current micro-batch; None outside of `batches`."""
+        return self._batch
+
+    @property
+    def inspected(self) -> bool:
+        """Whether the micro-batches are computed again to find a tensor that is not finite."""
+        return self._inspection is not None
+
+    @property
+    def batch(self) -> Batch:
+        """The current micro-batch: `data` (as it is yielded), `indices`, `count`."""
+        if self._batch is None:
+            raise UserError("step.batch outside of step.batches(): use it inside the loop")
+        return self._batch
+
+    @property
+    def loss(self) -> float:
+        """The loss of this step: the mean over the samples of all ranks, after `step.batches`. A collective."""
+        if "loss" not in self.sums or self._batch is not None:
+            raise UserError(f"step {self.number}: step.loss before the end of step.batches(): use it after the loop")
+        mine = torch.tensor([float(self.sums["loss"]), float(self.counts["loss"])], dtype=torch.float64)
+        total, count = self._shared.engine.sum(mine, "step.loss").tolist()
+        return total / count if count else math.nan
+
+    def _load(self, number: int) -> Batch:
+        """Return a micro-batch of this step, by its number. It is kept until the step ends."""
+        if number == len(self.loaded):
+            activity = self._shared.engine.activity
+            with activity.during("reading data") if self._input.may_wait else contextlib.nullcontext():
+                self.loaded.append(self._input.load(self._planned.batches[number]))
+            self.local_count += self.loaded[number].count
+        return self.loaded[number]
+
+    def per_sample(self, number: Callable[[Any], Tensor | float]) -> float:
+        """Return how many of something there are for each sample of this step, over all micro-batches and ranks: the
+        denominator of a loss of its own, such as boxes per image. A collective; before `batches`.
+
+        number: how many there are in a micro-batch. Raises UserError.
+        """
+        loaded = [self._load(i) for i in range(len(self._planned.batches))]
+        own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
+        if wrong := [amount for amount, _ in own if amount.numel() != 1]:
+            remedy = "return their number in the micro-batch, such as a sum"
+            raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
+        mine = torch.tensor(
+            [sum(float(amount) for amount, _ in own), sum(count for _, count in own)], dtype=torch.float64
+        )
+        total, count = self._shared.prepared.group.sum(mine, "step.per_sample").tolist()
+        return total / count if count else 0.0
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches, as the DataLoader has collated them; of `run.steps(NUMBER)`, a Batch.
+
+        After the loop, the gradients are those of the global batch. Autocast is enabled inside according to --amp. If the
+        gradients are not finite, the loop is run again to find the rank and the layer. For another optimizer's update in the
+        same step, call it again: it yields the same micro-batches.
+        """
+        if self._batch is not None:
+            raise UserError("step.batches() inside step.batches(): end the first loop before the next")
+        shared, loop = self._shared, self._loops
+        prepared, count = shared.prepared, len(self._planned.batches)
+        self._begin_loop(loop, count)
+        for number in range(count):
+            batch = self._batch = self._load(number)
+            shared.clock.mark("loading")
+            self._calls = 0
+            local = prepared.group.micro_batch(prepared.replicas, prepared.optimizers, number, count)
+            with local, shared.autocast():
+                yield batch if batch.data is None else batch.data
+            self._batch = None
+            if not self._calls:
+                raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
+            if number < count - 1:
+                shared.clock.mark("compute")
+        if self._outputs is not None:
+            self._outputs.end()
+        self._reduce()
+        sound = self.read() if shared.check is None else (yield from shared.check(self, loop))
+        if not sound:
+            self.left_out = True
+            yield from shared.unsound(self, loop)
+
+    def _begin_loop(self, loop: int, count: int) -> None:
+        """Begin a loop (from 0) over `count` micro-batches."""
+        engine, prepared = self._shared.engine, self._shared.prepared
+        self._loops += 1
+        engine.activity.compute()
+        if self.items is not None:
+            self.items.begin()
+        self._uncounted, self._passes, self.backwards = set(), 0, {}
+        seed_generators(self._seed(loop), engine.device)
+        if count > 1 and len(prepared.optimizers) > 1:
+            from hvdtrain.loop.mistakes import Outputs
+
+            self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
+            self._outputs.begin(loop)
+
+    def _seed(self, loop: int) -> int:
+        """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""
+        parts = (self._shared.seed, self._samples, self._shared.engine.rank) + ((loop,) if loop else ())
+        return mixed_seed(*parts)
+
+    def again(self, of: "Step", loop: int, inspection: Inspection) -> Iterator[Any]:
+        """Yield the micro-batches of a step again, with the same random numbers: this one's, or those of the step before.
+        The script computes its losses, and `inspection` gets them."""
+        self._inspection = inspection
+        seed_generators(of._seed(loop), self._shared.engine.device)
+        for number, batch in enumerate(of.loaded):
+            inspection.micro_batch(number, len(of.loaded))
+            self._batch = batch
+            with self._shared.autocast():
+                yield batch if batch.data is None else batch.data
+            self._batch = None
+        self._inspection = None
+
+    def backward(
+        self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
+    ) -> None:
+        """Compute the gradients of this micro-batch.
+
+        loss: a scalar, the mean over the samples of this micro-batch; that it is a sum is not noticed. optimizer: compute
+        gradients only for its parameters (default: all). count: number of items in the mean, or the sum of their weights, if
+        these are not samples, such as tokens; may differ between ranks. Raises UserError.
+        """
+        batch = self._batch
+        if batch is None:
+            raise UserError(f"step.backward() outside of step.batches(): {BACKWARD}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            from hvdtrain.loop.mistakes import instead_of_a_loss
+
+            raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
+        prepared = self._shared.prepared
+        chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
+        loss = loss.reshape(())
+        if self._inspection is not None:
+            self._inspection.backward(loss, prepared.named(chosen))
+            return
+        self._begin_backward(chosen)
+        if count is None:
+            weight: Tensor | float = batch.weight
+            self._uncounted.update(chosen)
+        else:
+            count = count if batch.count else 0.0  # a rank without samples repeats one, which does not count
+            weight = self._counts().add(chosen, self._passes, count)
+        self._passes += 1
+        self._differentiate(loss, weight, chosen)
+        self._calls += 1
+        if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
+            self._add("loss", loss.detach(), batch.count if count is None else count)
+
+    def _begin_backward(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
+        """Count a backward pass of these optimizers. Raises UserError if they have gradients that are not applied yet."""
+        prepared = self._shared.prepared
+        for one in chosen:
+            if one in self._reduced:
+                raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
+            if one not in self.backwards and one in self._updated:  # another update in the same step
+                prepared.zero_grads[one]()
+            prepared.pending.add(one)
+            self.backwards[one] = self.backwards.get(one, 0) + 1
+
+    def _differentiate(self, loss: Tensor, weight: Tensor | float, chosen: Sequence[torch.optim.Optimizer]) -> None:
+        """Run the backward pass of `weight` times `loss`, for the parameters of the `chosen` optimizers."""
+        shared, prepared = self._shared, self._shared.prepared
+        # backward() belongs outside of autocast: that of --amp, or the author's.
+        with torch.autocast(shared.engine.device.type, enabled=False):
+            scaled = prepared.scaler.scale(loss * weight)
+            # With several optimizers, the hooks of the other optimizers' parameters must not run.
+            inputs = None
+            if len(chosen) < len(prepared.optimizers):
+                inputs = [p for one in chosen for p in prepared.trained[one] if p.requires_grad]
+            if prepared.group.begin_backward is not None:
+                prepared.group.begin_backward(scaled)
+            try:
+                scaled.backward(inputs=inputs)
+            except Exception as error:
+                from hvdtrain.loop.mistakes import explained
+
+                for one in prepared.optimizers:  # Horovod's own error for a sparse gradient does not name it
+                    prepared.require_dense(one)
+                if (mistake := explained(error, self.number)) is None:
+                    raise
+                raise mistake from error
+            shared.engine.activity.collective = None  # DDP reduces inside backward
+
+    def _add(self, name: str, mean: Tensor, count: Tensor | float) -> None:
+        """Add the mean over `count` samples to the sum `name`. The mean over none, NaN, adds nothing."""
+        product = (mean.float() if mean.element_size() < 4 else mean) * count  # a sum of float16 ends at 65504
+        if isinstance(count, Tensor):
+            product = torch.where(count > 0, product, torch.zeros_like(product))
+        elif not count:
+            product = torch.zeros_like(product)
+        self.sums[name] = self.sums.get(name, 0.0) + product
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def _counts(self) -> "Counts":
+        from hvdtrain.loop.counts import Counts
+
+        self.items = self.items or Counts(self._shared.engine, self._shared.prepared, self.number, self.count)
+        return self.items
+
+    def _reduce(self) -> None:
+        """Reduce the gradients over all ranks."""
+        shared, prepared = self._shared, self._shared.prepared
+        shared.clock.mark("compute", at=prepared.group.gradients_ready_at)
+        if not self.backwards:
+            raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
+        passes = len(self._planned.batches)
+        for optimizer, count in self.backwards.items():
+            if count != passes:
+                raise UserError(
+                    f"step {self.number}: {count} backward passes in {passes} micro-batches for one optimizer: "
+                    "add the losses up, one step.backward() in each micro-batch"
+                )
+            if optimizer not in prepared.dense:  # in its first step
+                prepared.require_dense(optimizer)
+                prepared.dense.add(optimizer)
+            if [p for p in prepared.trained[optimizer] if p.grad is None and p.requires_grad]:
+                self.missing = prepared.missing_gradients(optimizer)
+            prepared.group.synchronize(optimizer)
+            self._reduced[optimizer] = True
+        if self.items is not None or self._input.may_leave_out:
+            self._divide()
+        shared.clock.mark("communication")
+
+    def _divide(self) -> None:
+        """Turn the gradients of means over the planned samples into those of means over what was counted. A collective."""
+        if self.items is not None and self.items.given:
+            if self._uncounted:
+                remedy = "give it in all, or in none"
+                raise UserError(f"step.backward(count=...) in one micro-batch and not in another: {remedy}")
+            self.items.divide()
+        elif self._input.may_leave_out:
+            planned = sum(batch.local_count for batch in self._planned.batches)
+            self._counts().make_up(sum(batch.count for batch in self.loaded), planned, list(self.backwards))
+
+    def read(self) -> bool:
+        """Return whether the gradients of this loop are finite. The update of those that are not is skipped."""
+        activity, sound = self._shared.engine.activity, True
+        for optimizer in self.backwards:
+            # On a GPU, `backward` and the reduction have only been enqueued.
+            activity.collective = "gradients"
+            self._reduced[optimizer] = each = finite(self._shared.prepared.trained[optimizer])
+            activity.collective = None
+            sound = sound and each
+        return sound
+
+    # ---- the update
+
+    def update(self, optimizer: torch.optim.Optimizer | None = None, *, clip_norm: float | None = None) -> None:
+        """Apply the gradients on all ranks. If they are not finite, the update is skipped.
+
+        optimizer: only this one (default: all that have gradients). clip_norm: maximum norm of its gradients. Raises
+        UserError.
+        """
+        shared, prepared = self._shared, self._shared.prepared
+        if self._batch is not None:
+            raise UserError(
+                f"step {self.number}: step.update() inside the loop over step.batches(): call it after the loop"
+            )
+        chosen = list(self._reduced) if optimizer is None else [prepared.own(optimizer)]
+        if not chosen or chosen[0] not in self._reduced:
+            raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
+        for one in chosen:
+            sound = self._reduced.pop(one)
+            prepared.pending.discard(one)
+            self._updated.add(one)
+            if not sound and not prepared.scaler.is_enabled():
+                continue
+            prepared.updating = True
+            with prepared.group.stepping(one):
+                if clip_norm is not None:
+                    prepared.scaler.unscale_(one)
+                    self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.trained[one], clip_norm)
+                prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
+            prepared.updating = False
+        shared.engine.activity.update()
+
+    def record(self, **values: Tensor | float) -> None:
+        """Record training metrics of this micro-batch: one value per sample, or their mean. Each metric needs a unique name.
+
+        `loss` is shown instead of the loss given to `backward`. Values are used only if `step.logged`.
+        """
+        batch = self._batch
+        if batch is None:
+            raise UserError("step.record() outside of step.batches(): call it beside step.backward()")
+        require_free(values)
+        if not self.logged or self._inspection is not None:
+            return
+        for name, value in values.items():
+            mean = exact(value).detach().float().mean()
+            self._add("reported_loss" if name == "loss" else name, mean, batch.count)
+
+    def require_complete(self) -> None:
+        """Raise UserError if the script has omitted a part of the step. Called when it requests the next step."""
+        if self._loops == 0:
+            raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
+        if self._batch is not None:
+            raise UserError(f"step {self.number}: the loop over step.batches() was left early: let it run to its end")
+        if self._reduced or not self._updated:
+            raise UserError(f"step {self.number} has gradients that were not applied: {UPDATE}")

@@ -1,0 +1,160 @@
+"""Stop signals and automatic checkpoints: all ranks decide together, at the same step."""
+
+import enum
+from types import TracebackType
+
+import torch
+
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.launchers import announced
+from hvdtrain.guards import leaving
+from hvdtrain.guards.messages import Fail
+from hvdtrain.guards.monitor import STOP_SIGNALS, Monitor
+from hvdtrain.launching.exit_codes import STOPPED
+from hvdtrain.loop.early_end import LeftEarly
+from hvdtrain.loop.state import TrainState
+from hvdtrain.output.run_output import RunOutput
+
+
+class Stopped(BaseException):
+    """Raised on all ranks after the same step, following a stop request. `except Exception` does not catch it."""
+
+
+class Decision(enum.Enum):
+    """What follows a step."""
+
+    GO_ON = enum.auto()
+    SAVE = enum.auto()
+    SAVE_AUTOMATICALLY = enum.auto()  # the next such checkpoint may replace it
+    STOP = enum.auto()  # save, and end
+
+
+class Stopping:
+    """Decides whether to save or stop after a step. Use it as a context manager around training.
+
+    checkpoint_steps: steps between two checkpoints; None: they are automatic, or there are none. exchange_steps: steps
+    between two places where all ranks may decide; above 1 with --sync-every only.
+    """
+
+    def __init__(
+        self, engine: Engine, output: RunOutput, monitor: Monitor, checkpoint_steps: int | None, exchange_steps: int
+    ):
+        self.engine, self.output, self.monitor = engine, output, monitor
+        self._activity = engine.activity
+        self._every, self._exchange_steps = checkpoint_steps, exchange_steps
+        self.save_at = float("inf")  # the step after which --checkpoint-steps wants the next checkpoint
+        if monitor.warning is not None:
+            self._activity.asked = True
+            output.say(monitor.warning)
+
+    def __enter__(self) -> "Stopping":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.engine.barrier()  # the monitor still detects ranks that do not reach it
+        elif isinstance(error, Failure):
+            self.output.event("error", kind="failure", message=str(error))
+        agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
+        mistake = isinstance(error, (UserError, LeftEarly))
+        failure = None if agreed else Fail(f"{type(error).__name__}: {error}", mistake)
+        self.monitor.close(failure)
+        theirs = failure is not None and self.engine.rank and self.monitor.peers.failed_alike(0, failure)
+        if theirs and isinstance(error, (UserError, LeftEarly)):
+            error.everywhere = True  # rank 0 prints it
+        self.monitor.make_leaving().start()
+
+    def heartbeat(self) -> None:
+        """Report progress of this rank within a step or a phase, or after training: its time limit restarts."""
+        self._activity.heartbeat()
+        leaving.heartbeat()
+
+    # ---- after a step
+
+    def begin(self, step: int) -> None:
+        """Begin to decide, after `step` steps."""
+        if self._every:
+            self.save_at = (step // self._every + 1) * self._every
+
+    def decide(self, step: int, due: bool) -> Decision:
+        """Return, on all ranks, what follows `step`. Call it if `activity.asked` or `due`, or at `save_at`.
+
+        due: on rank 0, whether an automatic checkpoint is due.
+        """
+        saves, stops = step >= self.save_at, False
+        if saves:
+            self.begin(step)
+        if due or self._activity.asked:
+            self._hear_signals()
+            self._activity.asked = self.monitor.off is not None and self.engine.size > 1
+            self._appoint(step, due)
+            stops = self.monitor.stop.step is not None and step >= self.monitor.stop.step
+            saves = self._is_time_to_save(step) or saves
+        if stops:
+            return Decision.STOP
+        if not saves:
+            return Decision.GO_ON
+        return Decision.SAVE_AUTOMATICALLY if self._every is None else Decision.SAVE
+
+    def _appoint(self, step: int, due: bool) -> None:
+        """On rank 0: tell all ranks after which step to save or to stop, if that is asked for.
+
+        Without connections, all ranks decide, at this step.
+        """
+        stops, decides = self.monitor.stop_reason is not None, self.engine.rank == 0
+        if self.monitor.off and self.monitor.stop.step is None:
+            asked = torch.tensor([float(stops), float(due and decides)])
+            stops, due = (amount > 0 for amount in self.engine.sum(asked, "guard.stop").tolist())
+            self._make_appointments(step, stops, due, ahead=0)
+        elif decides:
+            self._make_appointments(step, stops, due, ahead=int(self.engine.size > 1))
+
+    def _make_appointments(self, step: int, stops: bool, due: bool, ahead: int) -> None:
+        """ahead: rank 0 makes appointments early, so that ranks rarely have to wait."""
+        stop, save = self.monitor.stop, self.monitor.save
+        if ahead and save.step is not None and save.step <= step + self._exchange_steps:
+            save.wait()
+        elif due and save.step is None:
+            save.make(step + 2 * ahead * self._exchange_steps)
+        if stops and stop.step is None:
+            stop.make(step + ahead)
+            stop.wait()
+
+    def _is_time_to_save(self, step: int) -> bool:
+        """Return whether the appointed step is reached. If there is one left, all ask again after the next step."""
+        monitor, save = self.monitor, self.monitor.save
+        reached = save.step is not None and step >= save.step
+        if reached:
+            save.step = None
+        if monitor.stop_reason or monitor.stop.step is not None or save.step is not None:
+            self._activity.asked = True  # until it is done
+        return reached
+
+    def _hear_signals(self) -> None:
+        """Hear stop signals again that the program has reset, and say which it handles itself now."""
+        names = {number.name for number in STOP_SIGNALS}
+        if handled := [name for name in self.monitor.signals.regain() if name in names]:
+            remedy = "leave them to hvdtrain, or send another one, such as SIGUSR1"
+            self.output.say(
+                f"warning: the program handles {', '.join(handled)} itself, so it does not save and stop: {remedy}"
+            )
+
+    # ---- the end
+
+    def leave(self, state: TrainState, unsaved: str | None, *, writes: bool) -> int:
+        """Return the exit code of a run that was stopped. Raises Failure if its checkpoint could not be written.
+
+        unsaved: why not. writes: whether there are checkpoints.
+        """
+        saved = f"saved after step {state.step}: run the same command to resume"
+        saved = unsaved or (saved if writes else "nothing saved: no --output-dir")
+        self.output.event("stop", reason=self.monitor.stop_reason, step=state.step, samples=state.samples)
+        self.output.say(f"stopped by {self.monitor.stop_reason or 'another rank'}; {saved}")
+        if unsaved:
+            raise Failure(unsaved)
+        if announced().launcher == "torchrun":  # torchrun raises a SignalException after a signal
+            self.output.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
+        return STOPPED
