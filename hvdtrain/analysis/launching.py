@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import without_launcher
 
@@ -99,7 +100,8 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> Ended:
     if not is_launcher(arguments):  # a single process must not see the variables of an enclosing batch job
         environment = without_launcher(environment)
     began = time.monotonic()
-    with log.open("w") as output:
+    log.unlink(missing_ok=True)
+    with os.fdopen(files.open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as output:
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,  # else Ctrl-C would reach the launcher and all ranks at the same time

@@ -39,7 +39,7 @@ def make_directory(directory: Path) -> None:
     with files.output_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
         trial = directory / f".trial.{os.getpid()}"
-        trial.touch()
+        atomic.write(trial, "", sync=False)
         trial.unlink()
 
 

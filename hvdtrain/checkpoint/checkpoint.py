@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.engines import atomic
+from hvdtrain.engines import atomic, files
 
 if TYPE_CHECKING:
     from hvdtrain.engines.lock import Lock
@@ -63,7 +63,7 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock |
     data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
     if lock is not None:
         lock.require_in_place()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
     with atomic.replacing(path, "wb", sync=True) as file:
         file.write(data)
         if lock is not None:

@@ -10,6 +10,7 @@ from collections import Counter
 import torch
 
 from hvdtrain.checks.findings import Findings, Here
+from hvdtrain.engines import atomic
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import cpu_quota
 
@@ -88,7 +89,7 @@ def check_output(findings: Findings, here: Here, engine: Engine) -> None:
     if engine.rank == 0:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_text("x")
+            atomic.write(directory / name, "x", sync=False)
         except OSError as error:
             written = error.strerror or str(error)
             what = f"--output-dir {directory} cannot be written: {written}"

@@ -47,8 +47,8 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
                     tar.addfile(member, io.BytesIO(data))
         obtain(path)
         sizes[path.name] = len(indices)
-    (target / "sizes.json").write_text(json.dumps(sizes, indent=0) + "\n")
-    (target / "classes.json").write_text(json.dumps(classes, indent=0) + "\n")
+    atomic.write(target / "sizes.json", json.dumps(sizes, indent=0) + "\n", sync=False)
+    atomic.write(target / "classes.json", json.dumps(classes, indent=0) + "\n", sync=False)
     return count
 
 

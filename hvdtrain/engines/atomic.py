@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.engines import files
+
 # From file systems without fsync, or without that of directories.
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 PARTIAL = ".partial"  # end of the names of files that are being written
@@ -23,7 +25,7 @@ def replacing(path: Path, mode: str = "w", *, sync: bool = False) -> Iterator[IO
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
     try:
-        with temporary.open(mode.replace("w", "x")) as file:
+        with os.fdopen(files.open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL), mode) as file:
             yield file
             if sync:
                 file.flush()

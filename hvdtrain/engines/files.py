@@ -41,13 +41,37 @@ def output_to(directory: Path) -> Iterator[None]:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True, mode: int = 0o666) -> int:
-    """Open a regular file and return its descriptor. Raises OSError, also for a pipe or a device, which might never end."""
+    """Open a regular file and return its descriptor. Raises OSError, also for a pipe or a device, which might never end.
+
+    Everything that hvdtrain opens for writing is opened here. There, no symbolic link is followed, and a file with other
+    names is refused: where others may write too, either could be a link to a file of this user that they may not change.
+    """
+    writes = flags & os.O_ACCMODE != os.O_RDONLY
     # O_NONBLOCK: opening a pipe waits for its other end, and opening a leased file for the owner of the lease.
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), mode)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow and not writes else os.O_NOFOLLOW)
+    handle = os.open(path, flags, mode)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "a pipe or a device, not a file")
+    if writes and status.st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.EMLINK, f"{path} has hard links, and what is written would change the other files too")
     return handle
+
+
+def make_directory(path: Path) -> Path:
+    """Create a directory in --output-dir, with those above it, if it is not there, and return it. Raises OSError, also for a
+    symbolic link."""
+    path.mkdir(parents=True, exist_ok=True)
+    require_no_link(path)
+    return path
+
+
+def require_no_link(path: Path) -> None:
+    """Raise OSError if `path` is a symbolic link, whoever has made it."""
+    if os.path.islink(path):  # noqa: PTH114 (Path's own raises where the name is too long)
+        raise OSError(errno.ELOOP, f"{path} is a symbolic link, which is not followed")
 
 
 def opened(path: str | Path) -> BufferedReader:
@@ -82,9 +106,9 @@ def read_small(path: Path, *, most: int = SMALL, owner: int | None = None) -> by
 def open_to_append(path: Path) -> FileIO:
     """Open a file of lines for appending, unbuffered, without the half line at its end that a killed writer may have left.
 
-    Raises OSError, also if `path` is a symbolic link, a pipe or a device.
+    Raises OSError, also if `path` is a symbolic link, a pipe or a device, or has hard links.
     """
-    file = FileIO(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, follow=False), "a+")
+    file = FileIO(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     end = file.seek(0, os.SEEK_END)
     kept = end
     while kept > 0:

@@ -94,7 +94,7 @@ class Lock:
         self._place = directory.stat()
 
     def _take(self, seconds: float) -> int:
-        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False, mode=0o600)
+        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, mode=0o600)
         give_rights_of(self._path.parent, handle)
         until = time.monotonic() + seconds
         while True:

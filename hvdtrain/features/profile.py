@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.engines import atomic, lines
+from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
@@ -69,10 +69,12 @@ class Profile(Feature):
             return
         path = self._output_dir / "profile" / f"rank-{self.engine.rank}.json"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path.parent)
             write_trace(profiler, path)
         except (OSError, RuntimeError) as error:
-            lines.warn(f"rank {self.engine.rank} has no profile ({error}): training continues")
+            lines.warn(
+                f"rank {self.engine.rank} has no profile ({getattr(error, 'strerror', None) or error}): training continues"
+            )
             return
         message = f"profile: steps {self._first} to {self._first + steps - 1}, a file per rank: {path.parent}"
         self.output.say(f"{message} (open one at ui.perfetto.dev)")

@@ -11,6 +11,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.engines import atomic, files
+
 RING = "64"  # collectives, about 0.5 KB each
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch 2.11 warns of the second one
 RENAMED = (2, 11)
@@ -82,5 +84,4 @@ def write(directory: Path, rank: int) -> None:
     """Write this rank's ring to a file in `directory`."""
     with contextlib.suppress(OSError, RuntimeError):
         if content := _dump(""):
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / f"rank_{rank}").write_bytes(content)
+            atomic.write(files.make_directory(directory) / f"rank_{rank}", content, sync=False)

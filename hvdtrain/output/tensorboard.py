@@ -31,9 +31,9 @@ class Board:
         except UnicodeEncodeError as error:
             remedy = "name another --output-dir"
             raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {remedy}") from error
-        if os.path.lexists(directory) and not (continued and directory.is_dir()):
-            directory.rename(files.unused(directory))  # of an earlier run, or a file
-        directory.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(directory) and not (continued and directory.is_dir() and not directory.is_symlink()):
+            directory.rename(files.unused(directory))  # of an earlier run, or a file or a link
+        files.make_directory(directory)
         self._make, self._directory, self._continued = tensorboard.SummaryWriter, directory, continued
         self._writer: SummaryWriter | None = None
         # The x axis: samples since the beginning of training, or steps if samples are not counted.

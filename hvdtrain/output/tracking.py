@@ -130,6 +130,8 @@ class Mlflow(Record):
             import mlflow  # takes 2 s with MlflowClient
         except ImportError as error:
             raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
+        with files.output_to(directory):
+            files.require_no_link(directory / "mlflow")
         self._mlflow, self._experiment = mlflow, os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
         self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
         self._client: Any = None
@@ -187,6 +189,8 @@ class Wandb(Record):
     def __init__(self, project: str, directory: Path, continued: bool):
         if importlib.util.find_spec("wandb") is None:  # its import takes 2 s: in the thread
             raise UserError("--track needs a package: pip install 'hvdtrain[wandb]' (No module named 'wandb')")
+        with files.output_to(directory):
+            files.require_no_link(directory / "wandb")
         self._mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._project = os.environ.get("WANDB_PROJECT") or project
         self._wandb_run: Any = None

@@ -1,8 +1,10 @@
 """Output stays where it was sent: no link leads it elsewhere; half a file never has the whole one's name."""
 
+import ast
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -60,33 +62,99 @@ def test_created_with_the_users_umask(tmp_path):
     assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
 
 
-def train(directory) -> int:
+def train(directory: Path, *more: str) -> int:
     """Train as the script does; return its exit code."""
     flags = "--engine serial --dataset digits --epochs 1 --train-samples 64 --no-progress --output-dir"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(sys, "argv", ["mnist", *flags.split(), str(directory)])
+        patch.setattr(sys, "argv", ["mnist", *flags.split(), str(directory), *more])
         run(mnist.main)
     return ended.value.code
 
 
-def test_training_writes_nothing_through_a_link(tmp_path, capfd):
-    """Also into an earlier run's directory, which it would go on with."""
-    out = tmp_path / "out"
-    assert train(out) == 0
-    victim = tmp_path / "victim"
-    for name in ("metrics.jsonl", "summary.json"):
-        (out / name).unlink()
-        (out / name).symlink_to(victim)
-    assert train(out) == 0
-    assert not victim.exists()
-    assert json.loads((out / "summary.json").read_text())["samples"] == 64
-    (out / "checkpoints").rename(tmp_path / "elsewhere")
-    (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    before = sorted((tmp_path / "elsewhere").iterdir())
+# name, flags, exit code of a run that finds a link of this name where it writes, and what is said
+LINKS = [
+    ("metrics.jsonl", [], 0, ""),  # it is replaced
+    ("summary.json", [], 0, ""),
+    (".lock", [], 2, "Too many levels of symbolic links"),
+    ("checkpoints", [], 2, "checkpoints is a symbolic link, which is not followed"),
+    ("profile", ["--profile", "1"], 0, "profile is a symbolic link, which is not followed"),
+    ("tensorboard", ["--tensorboard"], 0, ""),
+]
+HARD_LINKS = [
+    ("metrics.jsonl", 2, "metrics.jsonl has hard links, and what is written would change the other files too"),
+    ("summary.json", 0, ""),
+    (".lock", 2, ".lock has hard links, and what is written would change the other files too"),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "code", "said"), LINKS, ids=[name for name, *_ in LINKS])
+def test_training_writes_nothing_through_a_link(name, flags, code, said, tmp_path, capfd):
+    """Also into an earlier run's directory, which it would go on with: another user's `profile` led into one of root's."""
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    is_directory = "." not in name
+    if is_directory:
+        victim.mkdir()
+    flags = [*flags, "--batch-size", "8"]
+    assert train(out, *flags) == 0
+    if is_directory and (out / name).exists():
+        shutil.rmtree(out / name)
+    else:
+        (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(victim)
+    if name == "profile":  # it needs steps to record
+        (out / "checkpoints").rename(out / "before")
     capfd.readouterr()
-    assert train(out) == 2
-    assert f"{out}/checkpoints is a symbolic link, which is not followed" in capfd.readouterr().err
-    assert sorted((tmp_path / "elsewhere").iterdir()) == before
+    assert train(out, *flags) == code
+    assert said in capfd.readouterr().err
+    assert list(victim.iterdir()) == [] if is_directory else not victim.exists()
+    if code == 0:
+        assert json.loads((out / "summary.json").read_text())["samples"] == 64
+
+
+@pytest.mark.parametrize(("name", "code", "said"), HARD_LINKS, ids=[name for name, *_ in HARD_LINKS])
+def test_training_writes_into_no_file_that_has_another_name(name, code, said, tmp_path, capfd):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    assert train(out) == 0
+    victim.write_text('{"event": "start"}\n')
+    (out / name).unlink()
+    (out / name).hardlink_to(victim)
+    capfd.readouterr()
+    assert train(out) == code
+    error = capfd.readouterr().err
+    assert said in error
+    assert error.count("\n") == (code == 2)
+    assert victim.read_text() == '{"event": "start"}\n'
+
+
+def opened_for_writing(source: Path) -> list[str]:
+    """Return the calls in a file of source that open a file for writing by other means than engines/files.py."""
+    found = []
+    for node in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        words = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+        modes = [word for word in words if isinstance(word, str) and re.fullmatch(r"[rwxa]b?\+?b?", word)]
+        writes = name == "open" and any(set(mode) & set("wxa+") for mode in modes)
+        flags = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        writes |= ast.unparse(node.func) == "os.open" and bool(flags & {"O_WRONLY", "O_RDWR"})
+        if writes or name in ("write_text", "write_bytes", "touch"):
+            found.append(f"{source.stem}: {ast.unparse(node)}")
+    return found
+
+
+def test_files_are_opened_for_writing_by_one_function():
+    package = Path(mnist.__file__).parent
+    found = [call for source in sorted(package.rglob("*.py")) for call in opened_for_writing(source)]
+    others = [
+        # descriptors that are open already, pipes, terminals and devices
+        *("forker: os.open(os.devnull", "forker: open(number", "startup: os.open(os.devnull", "startup: open(number"),
+        *("import_timeout: os.open(path", "terminal: os.open(processes.PROC", "gpu: os.open(path"),
+        "make_shards: tarfile.open(fileobj=file",  # which is open already
+        # made by O_EXCL in a directory of this user alone, with rights of its own
+        "job_secret: os.open(own",
+    ]
+    assert [call for call in found if not call.startswith(tuple(others))] == []
 
 
 @pytest.mark.parametrize("read", [files.read_bytes, files.read_text, files.read_small, files.open_to_append])

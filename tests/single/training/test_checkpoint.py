@@ -15,7 +15,7 @@ import torch
 
 from hvdtrain.checkpoint import checkpoint, reading, verify
 from hvdtrain.checkpoint import writer as writers
-from hvdtrain.engines import atomic
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lock import Lock
 from hvdtrain.output import best
@@ -301,11 +301,11 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_pa
             self.file.write(data[: len(data) // 2])
             fail()
 
-    real_open = Path.open
+    real_open = os.fdopen
     if call == "open":
-        monkeypatch.setattr(Path, "open", fail)
+        monkeypatch.setattr(files, "open_regular", fail)
     elif call == "write":
-        monkeypatch.setattr(Path, "open", lambda self, *mode: Full(real_open(self, *mode)))
+        monkeypatch.setattr(os, "fdopen", lambda handle, mode: Full(real_open(handle, mode)))
     elif call == "directory":
         monkeypatch.setattr(atomic, "sync_directory", fail)
     else:
