@@ -19,7 +19,7 @@ MAY_CHANGE = frozenset({
     *("check_steps", "checkpoint_steps", "compression", "debug_page", "deterministic", "device", "energy", "engine"),
     *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "memory", "mfu", "no_progress", "output_dir"),
     *("profile", "resume", "step_timeout", "tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate"),
-    *("predict", "mirror", "mirror_timeout"),
+    *("predict", "mirror", "mirror_timeout", "find_non_finite"),
 })  # fmt: skip
 OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 

@@ -44,7 +44,7 @@ class Engine(Broadcasts):
     local_size: int
     activity: Activity  # what the main thread is doing
     notes: list[str]  # automatic decisions with their reasons; printed once at the start
-    of_all_ranks: ClassVar[bool] = True  # or of some of them (parts.py)
+    of_all_ranks = True  # or of some of them (parts.py)
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
     gradients_ready_at: float | None = None

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from hvdtrain.engines.base import Engine
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.ddp import COLLECTIVES_TIMEOUT, DdpEngine, create_group, join, serve
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -29,6 +30,8 @@ class OneRank(SerialEngine):
     def __init__(self, whole: Engine):
         super().__init__(tuning=whole.tuning, rank=whole.rank, size=1, launcher="")
         self._numbers = [whole.rank]
+        self.of_all_ranks = whole.size == 1
+        self.device, self.activity = whole.device, whole.activity
 
     def ranks(self) -> Sequence[int]:
         return self._numbers
@@ -37,8 +40,6 @@ class OneRank(SerialEngine):
 class RanksOfHost(DdpEngine):
     """The ranks of this host. It lasts until `whole` is left, or until the next one is created."""
 
-    of_all_ranks = False
-
     def __init__(self, whole: Engine):
         """A collective of `whole`. Raises UserError on every rank."""
         whole.leave_parts()
@@ -46,6 +47,7 @@ class RanksOfHost(DdpEngine):
         self._numbers = [rank for rank, name in enumerate(hosts) if name == hosts[whole.rank]]
         rank, size = self._numbers.index(whole.rank), len(self._numbers)
         Engine.__init__(self, tuning=whole.tuning, rank=rank, size=size, launcher="")
+        self.of_all_ranks = size == whole.size
         self.device, self.activity = whole.device, whole.activity
         self.local_rank, self.local_size = rank, size
         self._models = []
@@ -81,3 +83,7 @@ class RanksOfHost(DdpEngine):
 
     def ranks(self) -> Sequence[int]:
         return self._numbers
+
+    def distribute_model(self, model: nn.Module, reduction: Reduction) -> nn.Module:
+        # --compression then means the weights, which local_steps.py exchanges between hosts.
+        return super().distribute_model(model, reduction._replace(compression="none", predivide=1.0))

@@ -44,25 +44,33 @@ def group_of(engine: Engine, flags: Flags) -> Engine:
 
 
 class LocalSteps(Feature, Part):
-    """The weights that all ranks share, and their exchange. group: the ranks that average their gradients in every step.
-    name_of: returns the name of a rank. compare: compares the weights among ranks, every `check_steps`."""
+    """The weights that all ranks share, and their exchange. A collective.
 
-    def __init__(
-        self, engine: Engine, group: Engine, flags: Flags, name_of: Callable[[int], str],
-        compare: Callable[[Engine], None],
-    ):  # fmt: skip
-        self._engine, self._group, self._name_of, self._compare = engine, group, name_of, compare
+    name_of: returns the name of a rank. compare: compares the weights among ranks, every `check_steps`.
+    """
+
+    def __init__(self, engine: Engine, flags: Flags, name_of: Callable[[int], str], compare: Callable[[Engine], None]):
+        self._all, self._name_of, self._compare = engine, name_of, compare
+        self.averaging = self._group = group_of(engine, flags)
         self._exchange_steps: int = flags.sync_every
         self._check_steps: int = flags.check_steps
         self._rate, self._decay = flags.outer_lr, flags.outer_momentum
         self._wire, self._predivide = WIRE_DTYPES[flags.compression], flags.gradient_predivide_factor
         self._leaders: list[int] = engine.all_gather_object(
-            group.ranks()[0], "workers"
+            self._group.ranks()[0], "workers"
         )  # of each rank, its group's first
 
     def prepare(self, run: Run) -> None:
         self._run, self._prepared = run, run.prepared()
         self._prepared.weights_of_all = self.shared_weights
+        run.stopping.stride = self._exchange_steps
+        run.gather = self._refuse_gather  # type: ignore[method-assign] # of this run alone
+        for layer in (layer for model in self._prepared.models for layer in model.modules()):
+            if type(layer).__name__ == "SyncBatchNorm":  # torch's, or Horovod's
+                remedy = "use nn.BatchNorm, or leave --sync-every out"
+                raise UserError(
+                    f"run.prepare(): SyncBatchNorm makes ranks wait in every step: {remedy}", everywhere=True
+                )
         self._exchanged_at = run.state.step  # the step after which the weights were last exchanged
         prepared = self._prepared
         self._parameters: list[Tensor] = [p for one in prepared.trained.values() for p in one if p.requires_grad]
@@ -87,6 +95,9 @@ class LocalSteps(Feature, Part):
                 self._others.append(tensor)
                 self._others_shared.append(tensor.detach().clone())
 
+    def _refuse_gather(self, rows: Tensor) -> Tensor:
+        raise UserError("run.gather() cannot go with --sync-every: ranks take their steps alone", everywhere=True)
+
     def before_step(self, step: Step) -> None:
         if not self._follows_registered:  # in the first step: modules such as an average of the weights
             for module in self._run.checkpoints.registered.values():
@@ -96,7 +107,7 @@ class LocalSteps(Feature, Part):
 
     def after_step(self, step: Step) -> None:
         if not step.last and step.number % self._exchange_steps:
-            step.apart = True
+            step.may_save = False
             return
         compares = (
             bool(self._check_steps) and step.number // self._check_steps > self._exchanged_at // self._check_steps
@@ -105,7 +116,7 @@ class LocalSteps(Feature, Part):
             self._compare(self._group)
         self.exchange(step.number)
         if compares:
-            self._compare(self._engine)
+            self._compare(self._all)
         self._run.clock.mark("communication")
 
     # ---- the exchange
@@ -114,7 +125,7 @@ class LocalSteps(Feature, Part):
     def exchange(self, step: int) -> None:
         """Average what the ranks have learnt, after `step` steps. A collective. Raises Failure on every rank if a weight is
         not finite."""
-        with self._engine.activity.during("exchange of weights"):
+        with self._all.activity.during("exchange of weights"):
             means = self._averaged(torch._foreach_sub(self._parameters, self._shared), step)
             torch._foreach_mul_(self._momenta, self._decay)
             torch._foreach_add_(self._momenta, means)
@@ -123,7 +134,7 @@ class LocalSteps(Feature, Part):
             torch._foreach_copy_(self._parameters, self._shared)
             self._exchange_others(step)
             for model in self._prepared.models:
-                self._engine.average_buffers(model)
+                self._all.average_buffers(model)
             self._run.evaluations.buffers.take_rank_0s()
         self._exchanged_at = step
 
@@ -133,7 +144,7 @@ class LocalSteps(Feature, Part):
         pairs = zip(self._others, self._others_shared, strict=True)
         changes = [torch.where(own == shared, 0, own - shared) for own, shared in pairs]  # of -inf in a mask, too: 0
         mine = torch.stack([change.any() for change in changes]).int().cpu()
-        changed = self._engine.sum(mine, "exchange.changed").tolist()  # most are frozen: nothing to send
+        changed = self._all.sum(mine, "exchange.changed").tolist()  # most are frozen: nothing to send
         these = [number for number, anywhere in enumerate(changed) if anywhere]
         if not these:
             return
@@ -148,15 +159,15 @@ class LocalSteps(Feature, Part):
         exact = torch.promote_types(flat.dtype, torch.float32)
         sent = flat / self._predivide
         sent = sent if self._wire is None else sent.to(self._wire)
-        self._engine.all_reduce_(sent, "sum", "exchange")
-        mean = sent.to(exact).mul_(self._predivide / self._engine.size)
+        self._all.all_reduce_(sent, "sum", "exchange")
+        mean = sent.to(exact).mul_(self._predivide / self._all.size)
         if not mean.sum().isfinite():
             self._raise_not_finite(bool(flat.sum().isfinite()), step)
         sizes = [change.numel() for change in changes]
         return [part.view_as(change) for part, change in zip(mean.split(sizes), changes, strict=True)]
 
     def _raise_not_finite(self, finite: bool, step: int) -> None:
-        culprits = self._engine.all_gather_object(finite, "exchange.finite")
+        culprits = self._all.all_gather_object(finite, "exchange.finite")
         ranks = " and ".join(self._name_of(rank) for rank, sound in enumerate(culprits) if not sound)
         who = f"the weights of {ranks} are" if ranks else "each rank's weights are finite, but their sum over ranks is"
         raise Failure(f"exchange after step {step}: {who} not finite: start again with a lower --lr or --outer-lr")
@@ -189,12 +200,12 @@ class LocalSteps(Feature, Part):
 
     def save(self, content: Content) -> None:
         prepared, skipped = self._prepared, self._run.state.skipped
-        content.tensors |= states_of_groups(self._engine, self._leaders, prepared.optimizers, prepared.scaler, skipped)
+        content.tensors |= states_of_groups(self._all, self._leaders, prepared.optimizers, prepared.scaler, skipped)
         content.live["outer.momentum"] = self._momentum()
         content.facts |= {"outer": self._names(), "workers": self._leaders}
 
     def restore(self, content: Content) -> None:
-        facts, prepared, engine = content.facts, self._prepared, self._engine
+        facts, prepared, engine = content.facts, self._prepared, self._all
         if not facts["workers"]:  # of a run without --sync-every
             return
         tensors = content.tensors or None
@@ -218,7 +229,7 @@ class LocalSteps(Feature, Part):
             raise UserError(f"the checkpoint does not match the model: {remedy}", everywhere=True)
         if tensors is not None:
             flat.copy_(tensors["outer.momentum"])
-        self._engine.broadcast_(flat, "checkpoint.momentum")
+        self._all.broadcast_(flat, "checkpoint.momentum")
         own = dict(zip(self._names(), self._momenta, strict=True))
         ordered = [own[name] for name in names]
         for momentum, part in zip(ordered, flat.split([one.numel() for one in ordered]), strict=True):

@@ -1,190 +1,272 @@
-"""Gradients that are not finite: the first such tensor on each rank is named, by computing the step again. The step is
-skipped, or the run ends."""
+"""Gradients that are not finite: the step is skipped, or the run ends. One line names the step and the rank.
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+NaN and infinity propagate through a reduction, so every rank that takes part in it sees them after the same step. Whose they
+were, the losses tell, of which each rank has its own. Which layer made them, a second run tells: runs repeat to the bit, so
+the same command with --find-non-finite goes on from the last checkpoint, and inspects every layer until it comes there.
+
+On a CPU, the gradients are read at once. On an accelerator, that would wait for the device, so the verdict stays there as a
+flag: fused optimizers take it as `found_inf`, as from torch's GradScaler, and leave weights and state unchanged if it is
+set. The host reads it after the next step's reduction has been enqueued.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from hvdtrain.checkpoint.parts import Part
 from hvdtrain.engines import lines
-from hvdtrain.engines.accelerators import exact
+from hvdtrain.engines.accelerators import Delayed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.modules import own_name, prefixes
 from hvdtrain.flags import Flags
 from hvdtrain.loop.feature import Feature
-from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.preparing import FUSED
 from hvdtrain.loop.run import Run
-from hvdtrain.loop.state import TrainState
-from hvdtrain.loop.step import Step
+from hvdtrain.loop.step import Shared, Step
 from hvdtrain.output.run_output import RunOutput
 
 OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, it reaches 1 after halving 16 times
-NOT_LOOKED = "the layer was not looked for, because the run is saved after this step"
+FIND = "the same command with --find-non-finite goes on from the last checkpoint, and names the layer"
 
 
-def most_skipped(flags: Flags) -> int:
-    """Return how many steps in a row may be skipped."""
-    most: int = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * (flags.amp == "fp16")
-    return most
+def finite(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether the reduced gradients are finite."""
+    # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
+    sums = [
+        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).sum(dtype=torch.float32)
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
+    return not sums or all(map(math.isfinite, torch.stack(sums).tolist()))
+
+
+def not_finite(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return a flag on the device, the same on all ranks: float32 [], 1 if a reduced gradient is not finite, else 0."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=parameters[0].device)
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        norms = list(torch._foreach_norm(gradients, 1))  # one kernel for many tensors
+    else:
+        parts = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+        norms = [part.float().abs().sum() for part in parts]  # a sum in a shorter type could overflow
+    return torch.stack(norms).isfinite().all().logical_not().float()
+
+
+def of_any(flags: Sequence[Tensor]) -> Tensor:
+    """Return a flag on the device that is 1 if any of these is."""
+    return flags[0] if len(flags) == 1 else torch.stack(list(flags)).amax()
+
+
+def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer.step` leaves all unchanged where its `found_inf` is set."""
+    groups = optimizer.param_groups
+    return isinstance(optimizer, FUSED) and all(
+        group.get("fused") and all(p.device.type != "cpu" for p in group["params"]) for group in groups
+    )
 
 
 class NonFinite(Feature):
-    """Names the first tensor that is not finite, and ends the run. group: the ranks that average their gradients in every
-    step. name_of: returns the name of a rank."""
+    """Reads after each reduction whether the gradients are finite. name_of: returns the name of a rank."""
 
-    prepared: Prepared
-    state: TrainState
+    _finder: "Finder | None" = None
+    _buffers: "Kept"
 
-    def __init__(self, engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str]):
-        self._engine, self._group, self._output, self._name_of = engine, group, output, name_of
+    def __init__(self, engine: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str]):
+        self._all, self._output, self._name_of, self._finds = engine, output, name_of, flags.find_non_finite
         self._scaled = flags.amp == "fp16"
-        self.most = most_skipped(flags)
+        # How many steps in a row may be skipped.
+        self.most: int = flags.max_skipped if flags.max_skipped is not None else OVERFLOWS * self._scaled
 
     def prepare(self, run: Run) -> None:
-        self.prepared, self.state = run.prepared(), run.state
-        run.shared().unsound = self.unsound
+        self._prepared, self._state, self._engine = run.prepared(), run.state, run.prepared().engine
+        if self._finds:
+            self._finder = Finder(run.shared())
 
-    def unsound(self, step: Step, loop: int) -> Iterator[None]:
-        """Explain a step whose gradients are not finite. The micro-batches may be yielded again."""
-        if self.explains(self.state.skipped + 1):
-            yield from self.explain(step, step, loop, self.state.skipped + 1)
+    def before_step(self, step: Step) -> None:
+        if self.most:
+            self._buffers = Kept(self._prepared.models)
+        if self._finder is not None:
+            self._finder.begin_step()
 
-    def explains(self, in_a_row: int) -> bool:
-        """Return whether to search for the cause. Not for occasional overflows of the loss scaler, which are normal.
+    def reduced(self, step: Step) -> None:
+        # On a GPU, the backward pass and the reduction have only been enqueued.
+        activity = self._all.activity
+        activity.collective = "gradients"
+        unsound = [optimizer for optimizer in step.backwards if not finite(self._prepared.trained[optimizer])]
+        activity.collective = None
+        if unsound:
+            step.leave_out(unsound)
+            self.report(step, self._state.skipped + 1)
+            if self.most:
+                self._buffers.restore()
+
+    def close(self, *, failed: bool) -> None:
+        if self._finder is not None:
+            self._finder.close()
+
+    def report(self, step: Step, in_a_row: int) -> None:
+        """Report that `step` is skipped. Raises Failure if too many consecutive steps were skipped. A collective of those
+        that average their gradients. Occasional overflows of the loss scaler are normal, and not reported.
 
         in_a_row: steps skipped, with this one.
         """
-        return not self._scaled or in_a_row > self.most
-
-    def explain(self, step: Step, of: Step, loop: int, in_a_row: int) -> Iterator[None]:
-        """Yield the micro-batches of step `of` again within `step`, to find the first tensor that is not finite, and report
-        it. A collective of the group.
-
-        The weights are still those with which it computed, unless the step before has updated those of another optimizer.
-        """
-        if of.items is not None:
-            of.items.require_some()
-        were_finite = all(bool(exact(value).isfinite().all()) for value in of.sums.values())
-        same_weights = of is step or len(self.prepared.optimizers) == 1
-        inspection = Inspection(self.prepared.models, were_finite, same_weights=same_weights)
-        with inspection.hooks():
-            yield from step.again(of, loop, inspection)
-        self.prepared.raise_where_gradients_are_missing(of.missing)
-        self.report(of.number, inspection.result(), in_a_row)
-
-    def report(self, number: int, culprit: str | None, in_a_row: int) -> None:
-        """Report that step `number` is skipped. Raises Failure if too many consecutive steps were skipped. A collective of
-        the group.
-
-        culprit: the first tensor on this rank that is not finite, or None. in_a_row: steps skipped, with this one.
-        """
-        members = self._group.ranks()  # with --sync-every, other ranks know nothing of it
-        culprits = self._group.all_gather_object(culprit, "guard.culprit")
-        ranks = [f"{self._name_of(rank)}, {what}" for rank, what in zip(members, culprits, strict=True) if what]
-        blame = " and ".join(ranks) or "each rank's gradients are finite, but their sum over ranks is not"
-        if culprit is NOT_LOOKED:
-            blame = culprit
-        message = f"step {number}: gradients are not finite: {blame}"
+        if self._scaled and in_a_row <= self.most:
+            return
+        if step.items is not None:
+            step.items.require_some()
+        self._prepared.raise_where_gradients_are_missing(step.missing)
+        culprit = None if all(bool(loss.isfinite()) for loss in step.losses) else "the loss"
+        if self._finder is not None:
+            culprit = self._finder.first or culprit
+        ranks = self._engine.ranks()  # with --sync-every, other ranks know nothing of it
+        culprits = self._engine.all_gather_object(culprit, "guard.culprit")
+        blamed = [f"{self._name_of(rank)}, {what}" for rank, what in zip(ranks, culprits, strict=True) if what]
+        sound = "gradients are" if self._finder is not None else "loss is"
+        blame = " and ".join(blamed) or f"each rank's {sound} finite, but the mean of their gradients is not"
+        message = f"step {step.number}: gradients are not finite: {blame}"
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.most}"
         if in_a_row > self.most:
-            raise Failure(message, everywhere=self._group.size == self._engine.size)
-        if self._engine.rank == members[0] != 0:
+            remedy = "" if self._finder is not None else f": {FIND}"
+            raise Failure(message + remedy, everywhere=self._engine.of_all_ranks)
+        if self._all.rank == ranks[0] != 0:
             lines.warn(f"{message}: step skipped")
         self._output.say(f"warning: {message}: step skipped")
-        self._output.event("error", kind="non-finite", step=number, message=message)
+        self._output.event("error", kind="non-finite", step=step.number, message=message)
 
 
-class Skipping(NonFinite):
-    """Does the same, and restores batch norm's running statistics, which the forward pass has changed, after a skipped
-    step."""
+class LateVerdict(NonFinite, Part):
+    """Leaves the verdict on the device, and reads it in the next step. At once: in steps that are logged or saved."""
 
-    def before_step(self, step: Step) -> None:
-        self.buffers = Kept(self.prepared.models)
+    def prepare(self, run: Run) -> None:
+        super().prepare(run)
+        self._saves_every = run.flags.checkpoint_steps
+        self._flags: list[Tensor] = []  # of the loops of the current step
+        self._before: tuple[Step, Delayed] | None = None  # the step before, if its verdict is still to be read
+        # Optimizers that leave out an update by themselves. Not before the first one, which must be known to be sound: the
+        # fused SGD would leave the momentum uninitialized that it allocates in it.
+        self._flagged: set[torch.optim.Optimizer] = set()
+        for optimizer in self._prepared.optimizers:
+            if takes_flag(optimizer):
+                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined] # GradScaler reads the flag
+                optimizer.register_step_post_hook(self._updated)
 
-    def unsound(self, step: Step, loop: int) -> Iterator[None]:
-        yield from super().unsound(step, loop)
-        self.buffers.restore()
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Take the flag back. From now on, `optimizer`, which has made an update, is given flags."""
+        if not self._prepared.scaler.is_enabled():  # else GradScaler takes its own back
+            vars(optimizer).pop("found_inf", None)
+        self._flagged.add(optimizer)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # GradScaler gives it the flag
+
+    def reduced(self, step: Step) -> None:
+        self.ready()  # the device has this step's work to do meanwhile
+        saves = self._saves_every and step.number % self._saves_every == 0
+        if step.logged or saves or not self._flagged.issuperset(step.backwards):
+            super().reduced(step)
+            return
+        flags = {optimizer: not_finite(self._prepared.trained[optimizer]) for optimizer in step.backwards}
+        for optimizer, flag in flags.items():
+            optimizer.found_inf = flag  # type: ignore[attr-defined] # as GradScaler gives it to fused optimizers
+        skipped = of_any(list(flags.values()))
+        self._flags.append(skipped)
+        step.left_out = step.left_out or None
+        if self.most:
+            self._buffers.restore(skipped.bool())
+
+    def after_step(self, step: Step) -> None:
+        if self._flags:
+            self._before = step, Delayed(of_any(self._flags))
+            self._flags = []
+
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def ready(self) -> None:
+        """Read the verdict of the step before, and count that step as skipped or not. Also called before a save."""
+        if self._before is None:
+            return
+        (before, verdict), self._before = self._before, None
+        self._all.activity.collective = "gradients"  # the device may still wait for the other ranks
+        unsound = bool(verdict.values())
+        self._all.activity.collective = None
+        if before.left_out is None:  # else it is counted
+            before.left_out = unsound
+            self._state.skipped = self._state.skipped + 1 if unsound else 0
+        if unsound:
+            self.report(before, self._state.skipped)
 
 
-class Inspection:
-    """Inspects all tensors while the micro-batches of a step are computed again. Gradients are not changed."""
+def of(engine: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str]) -> NonFinite:
+    """Return what reads the gradients on this device. --find-non-finite needs them at once."""
+    late = engine.device.type != "cpu" and not flags.find_non_finite
+    return (LateVerdict if late else NonFinite)(engine, flags, output, name_of)
 
-    def __init__(self, models: Sequence[nn.Module], losses_were_finite: bool, *, same_weights: bool = True):
-        """models: without wrappers. losses_were_finite: whether this rank's losses were finite the first time. same_weights:
-        whether all weights are those of the first time."""
-        self.models = models
-        self._same_weights = same_weights
-        self._losses_were_finite = losses_were_finite
-        self._found: str | None = None
-        self._where = ""
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Context manager that inspects the inputs and outputs of every layer."""
-        handles = []
-        for prefix, model in zip(prefixes(self.models), self.models, strict=True):
-            leaves = [(own_name(name), layer) for name, layer in model.named_modules() if not list(layer.children())]
-            for name, module in leaves:
-                label = f"{prefix}{name}" if name else f"{prefix}{type(module).__name__}"
-                handles.append(module.register_forward_hook(self._hook(label)))
+class Finder:
+    """Finds the first tensor on this rank that is not finite: the input or output of a layer, a loss, a gradient before it
+    is reduced. It waits for the device after every layer."""
+
+    def __init__(self, shared: Shared):
+        self._shared = shared
+        self.first: str | None = None  # in this step
+        self._hooked: set[nn.Parameter] = set()
+        self._hooks: list[RemovableHandle] = []
+        for prefix, model in zip(prefixes(shared.prepared.models), shared.prepared.models, strict=True):
+            for name, layer in model.named_modules():
+                if not list(layer.children()):
+                    label = f"{prefix}{own_name(name) if name else type(layer).__name__}"
+                    self._hooks.append(layer.register_forward_hook(self._layer_hook(label)))
         # A compiled model does not call hooks that were added later, so run eagerly (set_stance: torch 2.6 and newer).
-        stance = getattr(torch.compiler, "set_stance", None)
-        try:
-            with stance("force_eager") if stance is not None else contextlib.nullcontext():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._compile_as: Callable[[str], object] = getattr(torch.compiler, "set_stance", lambda stance: None)
+        self._compile_as("force_eager")
 
-    def micro_batch(self, number: int, count: int) -> None:
-        """Set the current micro-batch: `number` (from 0) of `count`."""
-        self._where = f" in micro-batch {number + 1} of {count}" if count > 1 else ""
+    def close(self) -> None:
+        """Inspect no longer."""
+        self._compile_as("default")
+        for hook in self._hooks:
+            hook.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
-        def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            kind = type(module).__name__
-            self._look(f"input of {name} ({kind})", inputs)
-            self._look(f"output of {name} ({kind})", output)
+    def begin_step(self) -> None:
+        """Begin a step. Parameters may have been frozen before, which take no hook."""
+        self.first = None
+        for name, parameter in self._shared.prepared.named(self._shared.prepared.optimizers):
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                self._hooks.append(parameter.register_hook(self._gradient_hook(name)))
+
+    def _layer_hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        def look(layer: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            self._look(f"input of {name} ({type(layer).__name__})", inputs)
+            self._look(f"output of {name} ({type(layer).__name__})", output)
 
         return look
 
-    def _look(self, what: str, values: object) -> None:
-        if self._found is not None:
-            return
-        if isinstance(values, Tensor):
-            if not bool(values.detach().isfinite().all()):
-                self._found = f"{what}{self._where}"
-        elif isinstance(values, dict):
-            self._look(what, list(values.values()))
-        elif isinstance(values, (list, tuple)):
-            for value in values:
-                self._look(what, value)
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            if (step := self._shared.step) is not None and not is_finite(gradient):
+                self._look("the loss", step.losses[-1])
+                self._look(f"gradient of {name}", gradient)
 
-    def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Inspect the loss, and the gradients of `named` from the last layer to the first."""
-        self._look("the loss", loss)
-        if self._found is not None:
-            return
-        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-        for (name, _), gradient in reversed(list(zip(named, gradients, strict=True))):
-            self._look(f"gradient of {name}", gradient)
+        return look
 
-    def result(self) -> str | None:
-        """Return the first non-finite tensor on this rank; None if all tensors were finite, now and the first time."""
-        if self._found is None and not self._losses_were_finite:
-            if not self._same_weights:
-                return "a loss that is finite when computed again, after the step's other updates"
-            return "a loss that is finite when computed again: check that host's memory"
-        return self._found
+    def _look(self, what: str, value: object) -> None:
+        step = self._shared.step
+        if self.first is None and step is not None and step.current is not None and not is_finite(value):
+            at = f" in micro-batch {step.micro_batch + 1} of {step.micro_batches}" * (step.micro_batches > 1)
+            self.first = what + at
 
 
-def of(
-    engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str]
-) -> NonFinite:  # fmt: skip
-    """Return what --max-skipped asks for."""
-    return (Skipping if most_skipped(flags) else NonFinite)(engine, group, flags, output, name_of)
+def is_finite(value: object) -> bool:
+    """Return whether all numbers in the tensors of nested values are finite."""
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_finite, value))
+    return not isinstance(value, Tensor) or bool(value.detach().isfinite().all())
 
 
 class Kept:
@@ -216,14 +298,11 @@ class Kept:
             chosen = before if skipped is None else torch.where(skipped, before, joined(buffers))
             parts = [chosen]
             if len(buffers) > 1:
-                parts = [part.view_as(one) for one, part in zip(buffers, chosen.split(sizes(buffers)), strict=True)]
+                split = chosen.split([buffer.numel() for buffer in buffers])
+                parts = [part.view_as(buffer) for buffer, part in zip(buffers, split, strict=True)]
             pairs = [(buffer, part) for buffer, part in zip(buffers, parts, strict=True) if id(buffer) in current]
             if pairs:
-                torch._foreach_copy_([one for one, _ in pairs], [part for _, part in pairs])
-
-
-def sizes(buffers: Sequence[Tensor]) -> list[int]:
-    return [buffer.numel() for buffer in buffers]
+                torch._foreach_copy_([buffer for buffer, _ in pairs], [part for _, part in pairs])
 
 
 def joined(buffers: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Compares the weights of all ranks, bit by bit."""
 
-from argparse import Namespace
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -27,12 +27,11 @@ FIRST = (
 
 def compare(
     engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
-    everywhere: bool = True, remedy: str = LATE,
+    remedy: str = LATE,
 ) -> None:  # fmt: skip
-    """Raise Failure on every rank if the parameters are not bitwise equal on all ranks. A collective.
+    """Raise Failure on every rank if the parameters are not bitwise equal on all ranks of `engine`. A collective.
 
-    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none. everywhere: these are
-    all ranks of the run.
+    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none.
     """
     named = named_parameters(models) if engine.size > 1 else []
     if not named:
@@ -53,25 +52,34 @@ def compare(
         message = f"the weights differ between ranks, and no majority says which are right ({differ})"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
     message += f": first in {names[first]}, {since}: {remedy}"
-    raise Failure(message, everywhere=everywhere)
+    raise Failure(message, everywhere=engine.of_all_ranks)
 
 
 class Replicas(Feature, Part):
-    """Compares the weights before each save. group: the ranks that average their gradients in every step. name_of: returns
-    the name of a rank."""
+    """Compares the weights after the first step of this process, every --check-steps, and before each save: what a program
+    changes on one rank alone differs after its first step. name_of: returns the name of a rank."""
 
-    def __init__(self, engine: Engine, group: Engine, check_steps: int, name_of: Callable[[int], str]):
-        self._engine, self._group, self.check_steps, self._name_of = engine, group, check_steps, name_of
+    def __init__(self, engine: Engine, check_steps: int, name_of: Callable[[int], str]):
+        self._all, self.check_steps, self._name_of = engine, check_steps, name_of
+        self.every = check_steps or sys.maxsize
         self._compared_at: tuple[int, int] | None = None  # step and number of ranks of the last comparison
 
     def prepare(self, run: Run) -> None:
-        self._state, self._models = run.state, run.prepared().models
+        self._state, self._models, self._averaging = run.state, run.prepared().models, run.prepared().engine
+
+    def before_step(self, step: Step) -> None:
+        if self._state.step:
+            self.compare(self._averaging)
+
+    def after_step(self, step: Step) -> None:
+        if self.check_steps and self._compared_at is None:
+            self.compare(self._averaging)
 
     def parts(self) -> Sequence[Part]:
         return [self]
 
     def ready(self) -> None:
-        self.compare(self._engine)  # waits for ranks that are in their step
+        self.compare(self._all)  # waits for ranks that are in their step
 
     def compare(self, among: Engine) -> None:
         """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
@@ -79,36 +87,4 @@ class Replicas(Feature, Part):
         step, remedy = self._state.step, FIRST if self._compared_at is None else LATE
         if self._compared_at != (step, among.size):
             self._compared_at = step, among.size
-            everywhere = among.size == self._engine.size
-            compare(among, self._models, self._name_of, step, self.check_steps, everywhere, remedy)
-
-
-class FirstStep(Feature):
-    """Compares the weights after the first step of this process: what the program changes on one rank alone differs now."""
-
-    def __init__(self, replicas: Replicas, group: Engine):
-        self._replicas, self._group = replicas, group
-
-    def prepare(self, run: Run) -> None:
-        self._run = run
-
-    def after_step(self, step: Step) -> None:
-        self._run.features.drop(self)
-        self._replicas.compare(self._group)
-
-
-class PeriodicReplicas(Replicas):
-    """Compares them also every --check-steps, among the ranks that average their gradients in every step."""
-
-    def __init__(self, engine: Engine, group: Engine, check_steps: int, name_of: Callable[[int], str]):
-        super().__init__(engine, group, check_steps, name_of)
-        self.every = check_steps
-
-    def before_step(self, step: Step) -> None:
-        if self._state.step:
-            self.compare(self._group)
-
-
-def of_replicas(engine: Engine, group: Engine, flags: Namespace, name_of: Callable[[int], str]) -> Replicas:
-    """Return the comparison that --check-steps asks for."""
-    return (PeriodicReplicas if flags.check_steps else Replicas)(engine, group, flags.check_steps, name_of)
+            compare(among, self._models, self._name_of, step, self.check_steps, remedy)

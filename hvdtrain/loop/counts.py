@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.accelerators import to_device
-from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.loop.prepared import Prepared
 
@@ -14,8 +13,8 @@ from hvdtrain.loop.prepared import Prepared
 class Counts:
     """The numbers of items given to `step.backward(count=...)` in one step. samples: of the step, over all ranks."""
 
-    def __init__(self, engine: Engine, prepared: Prepared, number: int, samples: int):
-        self._engine, self._prepared, self._number, self._samples = engine, prepared, number, samples
+    def __init__(self, prepared: Prepared, number: int, samples: int):
+        self._engine, self._prepared, self._number, self._samples = prepared.engine, prepared, number, samples
         # Of each optimizer, `count` by the number of the backward pass in this loop.
         self._counts: dict[torch.optim.Optimizer, dict[int, Tensor | float]] = {}
         self.given = False  # in this loop
@@ -65,14 +64,14 @@ class Counts:
         """
         device = self._engine.device
         numbers = torch.tensor([left_in, planned], dtype=torch.float64).to(device, non_blocking=True)
-        left, whole = self._prepared.group.sum(numbers, "samples")
+        left, whole = self._engine.sum(numbers, "samples")
         if device.type != "cpu":  # the sums stay there
             self.least = left
             self._multiply(
                 (whole / left).float(), optimizers
             )  # infinite without samples, which `require_some` explains
         elif left != whole:
-            if not left and self._prepared.group.of_all_ranks:
+            if not left and self._engine.of_all_ranks:
                 raise UserError(self._none())
             self._multiply(float(whole) / float(left) if left else 1.0, optimizers)
 
@@ -87,13 +86,10 @@ class Counts:
             torch._foreach_mul_(gradients, factor)
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """Return the number of items over all ranks, of which this rank has `own`. With --sync-every, as if each group had
-        as many; one that has none has gradients of zero, to be divided by 1."""
-        size, group = self._engine.size, self._prepared.group
-        total = group.sum(own, "tokens")
-        if group.size == size:
-            return total
-        return torch.where(total > 0, total * size / group.size, torch.ones_like(total))
+        """Return the number of items over the ranks that average their gradients, of which this rank has `own`. Where these
+        are some of all, they may have none: their gradients are zero, to be divided by 1."""
+        total = self._engine.sum(own, "tokens")
+        return total if self._engine.of_all_ranks else torch.where(total > 0, total, torch.ones_like(total))
 
     def _none(self) -> str:
         step = f"step {self._number}"

@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the core hands these over; importing them would be a circle
     from hvdtrain.checkpoint.parts import Part
+    from hvdtrain.engines.base import Engine
     from hvdtrain.loop.run import Run
     from hvdtrain.loop.step import Step
 
 
 class Feature:
-    """Each method does nothing, unless a feature overrides it. Every rank calls each of them at the same point."""
+    """Each method does nothing, unless a feature overrides it. Every rank calls each of them at the same point.
 
+    `run.engine` has all ranks. `run.prepared().engine` has those that average their gradients in a step: use it for what
+    happens in `before_step` and `reduced`. In a save, use `run.engine`.
+    """
+
+    averaging: "Engine | None" = None  # what averages the gradients of a step, if it is not the run's
     every = 1  # steps between two calls of `before_step`, counted from the beginning of training
 
     def prepare(self, run: "Run") -> None:
@@ -26,6 +32,10 @@ class Feature:
 
     def before_step(self, step: "Step") -> None:
         """Called before the script gets a step."""
+
+    def reduced(self, step: "Step") -> None:
+        """Called after each loop over `step.batches()`, before the script goes on to its update. Gradients are those of the
+        mean over the global batch's samples (or of what `count` counts), the same on the ranks that average them."""
 
     def after_step(self, step: "Step") -> None:
         """Called after the script's part of a step. `run.state` counts it."""
@@ -43,11 +53,15 @@ class Features:
 
     def __init__(self, features: Sequence[Feature]):
         self.all = list(features)
+        self.averaging = next((one.averaging for one in self.all if one.averaging is not None), None)
         self._choose()
 
     def _choose(self) -> None:
         self.before_step: list[tuple[int, Callable[[Step], None]]] = [
             (one.every, one.before_step) for one in self.all if type(one).before_step is not Feature.before_step
+        ]
+        self.reduced: list[Callable[[Step], None]] = [
+            one.reduced for one in self.all if type(one).reduced is not Feature.reduced
         ]
         self.after_step: list[Callable[[Step], None]] = [
             one.after_step for one in self.all if type(one).after_step is not Feature.after_step

@@ -17,21 +17,20 @@ class Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, engine: Engine, lengths: list[int], alone: bool) -> Tensor:
-        ctx.engine, ctx.alone = engine, alone
+    def forward(ctx: Any, rows: Tensor, engine: Engine, lengths: list[int]) -> Tensor:
+        ctx.engine = engine
         ctx.first, ctx.length = sum(lengths[: engine.rank]), lengths[engine.rank]
         return torch.cat(engine.all_gather_rows(rows, lengths, "gather"))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = gradient.contiguous().clone()
-        if not ctx.alone:
-            ctx.engine.all_reduce_(total, "sum", "gather.gradient")
-        return total[ctx.first : ctx.first + ctx.length], None, None, None
+        ctx.engine.all_reduce_(total, "sum", "gather.gradient")
+        return total[ctx.first : ctx.first + ctx.length], None, None
 
 
-def gather(engine: Engine, rows: Tensor, *, alone: bool) -> Tensor:
-    """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass, unless `alone`.
+def gather(engine: Engine, rows: Tensor) -> Tensor:
+    """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass.
 
     Raises UserError on every rank if the rows are of different shapes or types.
     """
@@ -42,5 +41,5 @@ def gather(engine: Engine, rows: Tensor, *, alone: bool) -> Tensor:
         engine.require_equal("the rows of run.gather()", kind, "give it rows of the same shape and type on all ranks")
     if not max(lengths):
         return rows
-    result: Tensor = Gathered.apply(rows, engine, lengths, alone)
+    result: Tensor = Gathered.apply(rows, engine, lengths)
     return result

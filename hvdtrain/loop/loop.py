@@ -113,7 +113,7 @@ class Loop(RunBase):
             self.metrics_logger.step(step, opened, clock)
             clock.mark("reporting")
         due = now >= self.checkpoints.interval.due_at
-        if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and not step.apart:
+        if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and step.may_save:
             decision = self.stopping.decide(state.step, due)
             if decision is not Decision.GO_ON:
                 self.checkpoints.save(state, opened, IN_STEPS, automatic=decision is Decision.SAVE_AUTOMATICALLY)

@@ -24,17 +24,17 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 class Prepared:
     """The prepared models and optimizers.
 
-    group: the ranks that average their gradients in every step. models: as the script has created them, for checkpoints and
-    hashes. replicas: the same, for training. optimizers: wrapped. named: parameters with their names, in the order of the
-    models. zero_for_missing: a parameter may lack a gradient, which counts as zero.
+    engine: averages the gradients in a step. models: as the script has created them, for checkpoints and hashes. replicas:
+    the same, for training. optimizers: wrapped. named: parameters with their names, in the order of the models.
+    zero_for_missing: a parameter may lack a gradient, which counts as zero.
     """
 
     def __init__(
-        self, engine: Engine, group: Engine, models: list[nn.Module], replicas: list[nn.Module],
+        self, engine: Engine, models: list[nn.Module], replicas: list[nn.Module],
         optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler,
         named: Sequence[tuple[str, nn.Parameter]], *, zero_for_missing: bool,
     ):  # fmt: skip
-        self._engine, self.group = engine, group
+        self.engine = engine
         self.models, self.replicas, self.optimizers, self.scaler = models, replicas, optimizers, scaler
         self._names = {parameter: name for name, parameter in named}
         # In the order of `named`. Some may be frozen (`requires_grad`) now, or later, or for a part of a step.
@@ -84,23 +84,22 @@ class Prepared:
         """Return the names of the parameters that got no gradient and are not frozen. Raises UserError if the engine cannot
         signal that to other ranks."""
         missing = [self._names[p] for p in self.trained[optimizer] if p.grad is None and p.requires_grad]
-        signals = self.group.tells_missing_gradients and self.group.size > 1
+        signals = self.engine.tells_missing_gradients and self.engine.size > 1
         if missing and not self._zero_for_missing and not signals:
             raise UserError(self._about_missing(missing))
         return missing
 
     def raise_where_gradients_are_missing(self, missing: list[str]) -> None:
-        """Raise UserError on every rank of the group if any of them has parameters without a gradient. A collective.
+        """Raise UserError on every rank of the engine if any of them has parameters without a gradient. A collective.
 
         missing: this rank's.
         """
         if self._zero_for_missing:
             return
-        everywhere = self.group.size == self._engine.size
-        theirs = self.group.all_gather_object(missing, "missing_gradients")
-        for rank, names in zip(self.group.ranks(), theirs, strict=True):
+        of_each_rank = self.engine.all_gather_object(missing, "missing_gradients")
+        for rank, names in zip(self.engine.ranks(), of_each_rank, strict=True):
             if names:
-                raise UserError(f"rank {rank}: {self._about_missing(names)}", everywhere=everywhere)
+                raise UserError(f"rank {rank}: {self._about_missing(names)}", everywhere=self.engine.of_all_ranks)
 
     @staticmethod
     def _about_missing(names: list[str]) -> str:

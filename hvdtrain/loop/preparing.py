@@ -44,13 +44,11 @@ def about_layer(name: str, layer: nn.Module, engine: Engine) -> str:
     return ""
 
 
-def about_batch_norm(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> str:
+def about_batch_norm(name: str, layer: nn.Module, engine: Engine) -> str:
     """Return why a SyncBatchNorm of torch or of Horovod does not work here; "": it does, or is none."""
     of_torch = isinstance(layer, nn.SyncBatchNorm)
     if not of_torch and type(layer).__name__ != "SyncBatchNorm":
         return ""
-    if local_steps:
-        return "SyncBatchNorm makes ranks wait in every step: use nn.BatchNorm, or leave --sync-every out"
     if engine.device.type == "cpu" and not (of_torch and engine.name == "serial"):
         return f"{name or 'the model'} is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"
     if of_torch and engine.name == "horovod":
@@ -62,9 +60,9 @@ def about_batch_norm(name: str, layer: nn.Module, engine: Engine, *, local_steps
     return ""
 
 
-def refuse_layer(name: str, layer: nn.Module, engine: Engine, *, local_steps: bool) -> None:
+def refuse_layer(name: str, layer: nn.Module, engine: Engine) -> None:
     """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
-    message = about_batch_norm(name, layer, engine, local_steps=local_steps) or about_layer(name, layer, engine)
+    message = about_batch_norm(name, layer, engine) or about_layer(name, layer, engine)
     if message:
         raise UserError(f"run.prepare(): {message}")
 
@@ -107,7 +105,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
 
 def refuse_unsupported(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str],
-    engine: Engine, *, local_steps: bool,
+    engine: Engine,
 ) -> None:  # fmt: skip
     """Raise UserError for what ranks cannot train with, or would train wrongly without an error. names: of the parameters.
 
@@ -116,7 +114,7 @@ def refuse_unsupported(
     """
     layers = [pair for model in models for pair in model.named_modules()]
     for name, layer in layers:
-        refuse_layer(name, layer, engine, local_steps=local_steps)
+        refuse_layer(name, layer, engine)
     for name, buffer in ((name, one) for model in models for name, one in model.named_buffers()):
         if buffer.is_quantized and engine.size > 1:
             remedy = "keep its integers, buffer.int_repr(), and the scale"
@@ -202,12 +200,12 @@ def sorted_parts(
 
 
 def prepare(
-    engine: Engine, group: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
+    engine: Engine, averaging: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
     find_unused_parameters: bool,
 ) -> Prepared:  # fmt: skip
     """Return the prepared models and optimizers. A collective. Restore a checkpoint after it, before training.
 
-    group: the ranks that average their gradients in every step. names: of the parts; "": the script gave none.
+    averaging: what averages the gradients of a step. names: of the parts; "": the script gave none.
     micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
     """
     given, models, optimizers = sorted_parts(parts, names)
@@ -224,7 +222,7 @@ def prepare(
     named = named_parameters(models)
     with engine.raising_together("prepare"):
         names_of = {parameter: name for name, parameter in named}
-        refuse_unsupported(models, optimizers, names_of, engine, local_steps=group is not engine)
+        refuse_unsupported(models, optimizers, names_of, engine)
     if engine.device.type != "cpu":
         for optimizer in optimizers:
             frozen = any(not parameter.requires_grad for parameter in parameters_of(optimizer))
@@ -232,14 +230,10 @@ def prepare(
     reduction = Reduction(
         flags.compression, flags.gradient_predivide_factor, flags.reduction, micro_batches, find_unused_parameters
     )
-    if group is not engine:  # --compression then means the weights, which local_steps.py exchanges
-        reduction = reduction._replace(compression="none", predivide=1.0)
-    replicas = [group.distribute_model(model, reduction) for model in given]
-    optimizers = [group.distribute_optimizer(optimizer, named, reduction) for optimizer in optimizers]
+    replicas = [averaging.distribute_model(model, reduction) for model in given]
+    optimizers = [averaging.distribute_optimizer(optimizer, named, reduction) for optimizer in optimizers]
     scaler = torch.amp.GradScaler(engine.device.type, enabled=flags.amp == "fp16")
-    prepared = Prepared(
-        engine, group, models, replicas, optimizers, scaler, named, zero_for_missing=find_unused_parameters
-    )
+    prepared = Prepared(averaging, models, replicas, optimizers, scaler, named, zero_for_missing=find_unused_parameters)
     for model in models:
         engine.broadcast_model(model)
     if flags.weights is not None:

@@ -91,11 +91,14 @@ class Run(Evaluating):
         micro_batches = passes_per_step(self.initial.global_batch, self.size, self.flags.batch_size)
         names = [""] * len(parts) + list(named)
         parts = (*parts, *named.values())
-        prepared = prepare(self.engine, self._group, self.flags, parts, names, micro_batches, find_unused_parameters)
+        averaging = self.features.averaging or self.engine
+        prepared = prepare(self.engine, averaging, self.flags, parts, names, micro_batches, find_unused_parameters)
         self.checkpoints.restore(prepared)
         for optimizer in prepared.optimizers:
             keep_in_order(prepared, optimizer)
-        self._shared = Shared(self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast)
+        self._shared = Shared(
+            self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast, self.features
+        )
         self.evaluations = self.make_evaluations()
         for feature in self.features.all:
             feature.prepare(self)
@@ -158,13 +161,11 @@ class Run(Evaluating):
         if not isinstance(rows, Tensor) or not rows.ndim:
             what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
             raise UserError(f"run.gather() got {what}: give it a tensor with a row for each sample")
-        if self._group is not self.engine:
-            raise UserError("run.gather() cannot go with --sync-every: ranks take their steps alone", everywhere=True)
         step = self._shared.step if self._shared is not None else None
         batch = step.current if step is not None else None
         if batch is not None and not batch.count:
             rows = rows[:0]
-        return gather(self.engine, rows, alone=step is not None and step.inspected)
+        return gather(self.engine, rows)
 
     # ---- the end
 

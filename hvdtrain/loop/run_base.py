@@ -52,10 +52,9 @@ class RunBase:
     """
 
     def __init__(
-        self, engine: Engine, group: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput,
+        self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput,
         checkpoints: Checkpoints, stopping: Stopping, data: Data, state: TrainState, features: Iterable[Feature] = (),
     ):  # fmt: skip
-        """group: the ranks that average their gradients in every step."""
         self.engine, self.flags, self.output, self.checkpoints = engine, flags, output, checkpoints
         self.stopping, self.data, self.features = stopping, data, Features(list(features))
         self.state = state  # the position in training; always the same object
@@ -64,7 +63,6 @@ class RunBase:
         self.clock = Clock(engine.device)
         self.metrics_logger = MetricsLogger(engine, output, metrics, state)
         self.length = Length()
-        self._group = group
         self._shared: Shared | None = None  # from `prepare` on
 
     @property

@@ -118,44 +118,27 @@ def kinds_of_data() -> list[Kind]:
     return kinds
 
 
-def group_of(engine: Engine, flags: Flags) -> Engine:
-    """Return the ranks that average their gradients in every step. A collective."""
-    if flags.sync_every > 1 and flags.evaluate is None:
-        from hvdtrain.features import local_steps
-
-        return local_steps.group_of(engine, flags)
-    return engine
-
-
 def features_of(
-    engine: Engine, group: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str],
+    engine: Engine, flags: Flags, output: RunOutput, name_of: Callable[[int], str],
     heartbeat: Callable[[], None],
 ) -> list[Feature]:  # fmt: skip
     """Return the features that the flags ask for, each a file of training/features, in the order in which they are called.
 
-    group: the ranks that average their gradients in every step. name_of: returns the name of a rank.
+    name_of: returns the name of a rank.
     """
     from hvdtrain.checkpoint.differing import Differing
-    from hvdtrain.features.replicas import FirstStep, of_replicas
+    from hvdtrain.features import non_finite
+    from hvdtrain.features.replicas import Replicas
     from hvdtrain.features.schedule_rules import ScheduleRules
 
     features: list[Feature] = []
 
-    if engine.device.type != "cpu":
-        from hvdtrain.features.late_verdict import LateVerdict
-
-        features.append(LateVerdict(engine, group, flags, output, name_of))
-    else:
-        from hvdtrain.features import non_finite
-
-        features.append(non_finite.of(engine, group, flags, output, name_of))
-    features.append(replicas := of_replicas(engine, group, flags, name_of))
-    if flags.check_steps:
-        features.append(FirstStep(replicas, group))
-    if group is not engine:
+    features.append(non_finite.of(engine, flags, output, name_of))
+    features.append(replicas := Replicas(engine, flags.check_steps, name_of))
+    if flags.sync_every > 1 and flags.evaluate is None:
         from hvdtrain.features.local_steps import LocalSteps
 
-        features.append(LocalSteps(engine, group, flags, name_of, replicas.compare))
+        features.append(LocalSteps(engine, flags, name_of, replicas.compare))
     if flags.profile:
         from hvdtrain.features.profile import Profile
 
@@ -225,7 +208,6 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     flags.amp = precision.choose_amp(engine, flags.amp)
     if flags.gradient_predivide_factor is None:
         flags.gradient_predivide_factor = precision.default_predivision(flags.compression, engine.size)
-    group = group_of(engine, flags)
 
     def hung(headline: str) -> None:
         output.event("error", kind="watchdog", message=headline)
@@ -237,10 +219,10 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
 
     monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
     monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
-    with output, Stopping(engine, output, monitor, flags.checkpoint_steps, flags.sync_every) as stopping:
-        features = features_of(engine, group, flags, output, monitor.peers.name, stopping.heartbeat)
+    with output, Stopping(engine, output, monitor, flags.checkpoint_steps) as stopping:
+        features = features_of(engine, flags, output, monitor.peers.name, stopping.heartbeat)
         data = Data(kinds_of_data, engine, flags, output)
-        run = kind_of_run(flags)(engine, group, flags, metrics, output, checkpoints, stopping, data, state, features)
+        run = kind_of_run(flags)(engine, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
         if checkpoints.resume.continues and flags.output_dir in finished:

@@ -2,16 +2,16 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvdtrain.engines.accelerators import exact
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Input
 from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
 from hvdtrain.loop.prepared import ADDED, Prepared
@@ -20,23 +20,12 @@ from hvdtrain.output.metric_names import require_free
 
 if TYPE_CHECKING:
     from hvdtrain.loop.counts import Counts
+    from hvdtrain.loop.feature import Features
     from hvdtrain.loop.mistakes import Outputs
     from hvdtrain.output.clock import Clock
 
 UPDATE = "call step.update() after the loop over step.batches()"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
-
-
-def finite(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether the reduced gradients are finite. The result is the same on all ranks, because NaN and infinity
-    propagate through the reduction."""
-    # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
-    sums = [
-        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).sum(dtype=torch.float32)
-        for parameter in parameters
-        if (gradient := parameter.grad) is not None
-    ]
-    return not sums or all(map(math.isfinite, torch.stack(sums).tolist()))
 
 
 def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
@@ -61,21 +50,6 @@ def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(before_step)
 
 
-class Inspection(Protocol):
-    """What gets each loss while micro-batches are computed again, in place of a backward pass (`Step.again`)."""
-
-    def micro_batch(self, number: int, count: int) -> None:
-        """Begin micro-batch `number` (from 0) of `count`."""
-
-    def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Take a loss. named: the parameters that it trains."""
-
-
-def end(step: "Step", loop: int) -> Iterator[Any]:
-    """End the run at a step whose gradients are not finite."""
-    raise Failure(f"step {step.number}: gradients are not finite")
-
-
 @dataclass
 class Shared:
     """What all steps of a run share."""
@@ -86,10 +60,7 @@ class Shared:
     state: TrainState
     seed: int
     autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
-    # What a feature may put in place of these, for step and loop (from 0). Both may yield micro-batches again.
-    # Return whether the gradients are finite; None: they are read at once.
-    check: "Callable[[Step, int], Generator[Any, None, bool]] | None" = None
-    unsound: "Callable[[Step, int], Iterator[Any]]" = end  # called if they are not
+    features: "Features"
     step: "Step | None" = None  # the current one
 
 
@@ -109,8 +80,10 @@ class Step:
         self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
         # Whether an update was skipped, because a gradient was not finite; None: that is not known yet.
         self.left_out: bool | None = False
-        self.apart = False  # whether the ranks have different weights after this step, so that it can save nothing
-        self.loaded: list[Batch] = []  # kept during the step, for another `batches()` and for an inspection
+        self.may_save = True  # whether all ranks have the same weights after it, so that it can be saved
+        self.loaded: list[Batch] = []  # kept during the step, for another `batches()`
+        self.micro_batch, self.micro_batches = 0, len(planned.batches)  # the current one, from 0; how many
+        self.losses: list[Tensor] = []  # of each backward pass on this rank
         self.backwards: dict[torch.optim.Optimizer, int] = {}  # calls of `backward` in this loop
         self.missing: list[str] = []  # parameters that got no gradient on this rank
         self.items: Counts | None = None  # with `backward(count=...)`, or where a collate_fn may leave samples out
@@ -123,7 +96,6 @@ class Step:
         self._reduced: dict[torch.optim.Optimizer, bool] = {}  # not yet applied; False: they are not finite
         self._updated: set[torch.optim.Optimizer] = set()
         self._uncounted: set[torch.optim.Optimizer] = set()  # those with a backward pass without `count`
-        self._inspection: Inspection | None = None
         self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     @property
@@ -143,11 +115,6 @@ class Step:
     def current(self) -> Batch | None:
         """The current micro-batch; None outside of `batches`."""
         return self._batch
-
-    @property
-    def inspected(self) -> bool:
-        """Whether the micro-batches are computed again to find a tensor that is not finite."""
-        return self._inspection is not None
 
     @property
     def batch(self) -> Batch:
@@ -188,26 +155,25 @@ class Step:
         mine = torch.tensor(
             [sum(float(amount) for amount, _ in own), sum(count for _, count in own)], dtype=torch.float64
         )
-        total, count = self._shared.prepared.group.sum(mine, "step.per_sample").tolist()
+        total, count = self._shared.prepared.engine.sum(mine, "step.per_sample").tolist()
         return total / count if count else 0.0
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, as the DataLoader has collated them; of `run.steps(NUMBER)`, a Batch.
 
-        After the loop, the gradients are those of the global batch. Autocast is enabled inside according to --amp. If the
-        gradients are not finite, the loop is run again to find the rank and the layer. For another optimizer's update in the
-        same step, call it again: it yields the same micro-batches.
+        After the loop, the gradients are those of the global batch. Autocast is enabled inside according to --amp. For
+        another optimizer's update in the same step, call it again: it yields the same micro-batches.
         """
         if self._batch is not None:
             raise UserError("step.batches() inside step.batches(): end the first loop before the next")
         shared, loop = self._shared, self._loops
-        prepared, count = shared.prepared, len(self._planned.batches)
+        prepared, count = shared.prepared, self.micro_batches
         self._begin_loop(loop, count)
         for number in range(count):
             batch = self._batch = self._load(number)
             shared.clock.mark("loading")
-            self._calls = 0
-            local = prepared.group.micro_batch(prepared.replicas, prepared.optimizers, number, count)
+            self.micro_batch, self._calls = number, 0
+            local = prepared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
             with local, shared.autocast():
                 yield batch if batch.data is None else batch.data
             self._batch = None
@@ -218,10 +184,8 @@ class Step:
         if self._outputs is not None:
             self._outputs.end()
         self._reduce()
-        sound = self.read() if shared.check is None else (yield from shared.check(self, loop))
-        if not sound:
-            self.left_out = True
-            yield from shared.unsound(self, loop)
+        for reduced in shared.features.reduced:
+            reduced(self)
 
     def _begin_loop(self, loop: int, count: int) -> None:
         """Begin a loop (from 0) over `count` micro-batches."""
@@ -243,19 +207,6 @@ class Step:
         parts = (self._shared.seed, self._samples, self._shared.engine.rank) + ((loop,) if loop else ())
         return mixed_seed(*parts)
 
-    def again(self, of: "Step", loop: int, inspection: Inspection) -> Iterator[Any]:
-        """Yield the micro-batches of a step again, with the same random numbers: this one's, or those of the step before.
-        The script computes its losses, and `inspection` gets them."""
-        self._inspection = inspection
-        seed_generators(of._seed(loop), self._shared.engine.device)
-        for number, batch in enumerate(of.loaded):
-            inspection.micro_batch(number, len(of.loaded))
-            self._batch = batch
-            with self._shared.autocast():
-                yield batch if batch.data is None else batch.data
-            self._batch = None
-        self._inspection = None
-
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
     ) -> None:
@@ -275,9 +226,7 @@ class Step:
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
-        if self._inspection is not None:
-            self._inspection.backward(loss, prepared.named(chosen))
-            return
+        self.losses.append(loss.detach())
         self._begin_backward(chosen)
         if count is None:
             weight: Tensor | float = batch.weight
@@ -312,8 +261,8 @@ class Step:
             inputs = None
             if len(chosen) < len(prepared.optimizers):
                 inputs = [p for one in chosen for p in prepared.trained[one] if p.requires_grad]
-            if prepared.group.begin_backward is not None:
-                prepared.group.begin_backward(scaled)
+            if prepared.engine.begin_backward is not None:
+                prepared.engine.begin_backward(scaled)
             try:
                 scaled.backward(inputs=inputs)
             except Exception as error:
@@ -339,13 +288,13 @@ class Step:
     def _counts(self) -> "Counts":
         from hvdtrain.loop.counts import Counts
 
-        self.items = self.items or Counts(self._shared.engine, self._shared.prepared, self.number, self.count)
+        self.items = self.items or Counts(self._shared.prepared, self.number, self.count)
         return self.items
 
     def _reduce(self) -> None:
         """Reduce the gradients over all ranks."""
         shared, prepared = self._shared, self._shared.prepared
-        shared.clock.mark("compute", at=prepared.group.gradients_ready_at)
+        shared.clock.mark("compute", at=prepared.engine.gradients_ready_at)
         if not self.backwards:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         passes = len(self._planned.batches)
@@ -360,7 +309,7 @@ class Step:
                 prepared.dense.add(optimizer)
             if [p for p in prepared.trained[optimizer] if p.grad is None and p.requires_grad]:
                 self.missing = prepared.missing_gradients(optimizer)
-            prepared.group.synchronize(optimizer)
+            prepared.engine.synchronize(optimizer)
             self._reduced[optimizer] = True
         if self.items is not None or self._input.may_leave_out:
             self._divide()
@@ -377,16 +326,11 @@ class Step:
             planned = sum(batch.local_count for batch in self._planned.batches)
             self._counts().make_up(sum(batch.count for batch in self.loaded), planned, list(self.backwards))
 
-    def read(self) -> bool:
-        """Return whether the gradients of this loop are finite. The update of those that are not is skipped."""
-        activity, sound = self._shared.engine.activity, True
-        for optimizer in self.backwards:
-            # On a GPU, `backward` and the reduction have only been enqueued.
-            activity.collective = "gradients"
-            self._reduced[optimizer] = each = finite(self._shared.prepared.trained[optimizer])
-            activity.collective = None
-            sound = sound and each
-        return sound
+    def leave_out(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Skip the next update of these: their gradients are not finite, on all ranks that average them."""
+        for optimizer in optimizers:
+            self._reduced[optimizer] = False
+            self.left_out = True
 
     # ---- the update
 
@@ -411,7 +355,7 @@ class Step:
             if not sound and not prepared.scaler.is_enabled():
                 continue
             prepared.updating = True
-            with prepared.group.stepping(one):
+            with prepared.engine.stepping(one):
                 if clip_norm is not None:
                     prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.trained[one], clip_norm)
@@ -428,7 +372,7 @@ class Step:
         if batch is None:
             raise UserError("step.record() outside of step.batches(): call it beside step.backward()")
         require_free(values)
-        if not self.logged or self._inspection is not None:
+        if not self.logged:
             return
         for name, value in values.items():
             mean = exact(value).detach().float().mean()

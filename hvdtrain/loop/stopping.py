@@ -33,16 +33,15 @@ class Decision(enum.Enum):
 class Stopping:
     """Decides whether to save or stop after a step. Use it as a context manager around training.
 
-    checkpoint_steps: steps between two checkpoints; None: they are automatic, or there are none. exchange_steps: steps
-    between two places where all ranks may decide; above 1 with --sync-every only.
+    checkpoint_steps: steps between two checkpoints; None: they are automatic, or there are none.
     """
 
-    def __init__(
-        self, engine: Engine, output: RunOutput, monitor: Monitor, checkpoint_steps: int | None, exchange_steps: int
-    ):
+    stride = 1  # steps between two of which all ranks may decide; a feature may raise it
+
+    def __init__(self, engine: Engine, output: RunOutput, monitor: Monitor, checkpoint_steps: int | None):
         self.engine, self.output, self.monitor = engine, output, monitor
         self._activity = engine.activity
-        self._every, self._exchange_steps = checkpoint_steps, exchange_steps
+        self._every = checkpoint_steps
         self.save_at = float("inf")  # the step after which --checkpoint-steps wants the next checkpoint
         if monitor.warning is not None:
             self._activity.asked = True
@@ -115,10 +114,10 @@ class Stopping:
     def _make_appointments(self, step: int, stops: bool, due: bool, ahead: int) -> None:
         """ahead: rank 0 makes appointments early, so that ranks rarely have to wait."""
         stop, save = self.monitor.stop, self.monitor.save
-        if ahead and save.step is not None and save.step <= step + self._exchange_steps:
+        if ahead and save.step is not None and save.step <= step + self.stride:
             save.wait()
         elif due and save.step is None:
-            save.make(step + 2 * ahead * self._exchange_steps)
+            save.make(step + 2 * ahead * self.stride)
         if stops and stop.step is None:
             stop.make(step + ahead)
             stop.wait()

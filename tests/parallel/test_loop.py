@@ -173,13 +173,29 @@ def test_a_gradient_missing_on_one_rank_is_named_on_all(engine):
         fit(run, [X], lambda step, x: (model(x, 0) + (model(x, 1) if run.rank else 0.0)).mean())
 
 
-def test_the_rank_of_a_gradient_that_is_not_finite_is_named_on_all(engine):
-    complaint = rf"step 2: gradients are not finite: rank {engine.size - 1} on .*input of 0 \(Linear\)"
-    with pytest.raises(Failure, match=complaint), a_run(engine, epochs=1, batch_size=2) as run:
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        bad_on = run.size - 1
-        fit(run, [X], lambda step, x: model(x * float("nan") if (step.number, run.rank) == (2, bad_on) else x).mean())
+def test_of_gradients_that_are_not_finite_the_rank_is_named_and_by_a_second_run_the_layer(engine, shared_directory):
+    """The second run goes on after the step before."""
+    samples, taken, said = X.clone(), [], []
+    samples[epoch_order(N, 1, 0)[2 * engine.size : 4 * engine.size][engine.size - 1]] = float("nan")  # of the last rank
+    for argv in ((), ("--find-non-finite",)):
+        flags = (*argv, "--checkpoint-steps", "1", "--output-dir", shared_directory)
+        with pytest.raises(Failure) as raised, a_run(engine, *flags, epochs=1, batch_size=2) as run:
+            net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+            def loss_of(step, x, model=model):
+                taken.append(step.number)
+                return model(x).mean()
+
+            fit(run, [samples], loss_of)
+        said.append(str(raised.value))
+    blamed = f"step 2: gradients are not finite: rank {engine.size - 1} on "
+    assert all(line.startswith(blamed) for line in said)
+    assert said[0].endswith(
+        "--max-skipped 0: the same command with --find-non-finite goes on from the last checkpoint, and names the layer"
+    )
+    assert ", input of 0 (Linear); " in said[1]
+    assert taken == [1, 2, 2]
 
 
 @pytest.mark.parametrize("connected", [True, False])

@@ -316,7 +316,7 @@ def ours(engine: Engine, twin: Twin, directory: str | None = None) -> Result:
                     wait_for_checkpoint(directory)
                 for batch in step.batches():
                     values = parts(batch)
-                    if step.batch.count and not step.inspected:
+                    if step.batch.count:
                         column += first_column(batch)
                     how = {"count": twin.count(*values)} if twin.count else {}
                     step.backward(twin.loss(model, *values), **how)

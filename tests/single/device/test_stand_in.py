@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, str, dict[str, int]]] = {
     "shards": ("hvdtrain.imagenet", f"{IMAGES} {SHARDS}", {"late": 1, "pinned": 2, "out": 1}),
     "text": ("hvdtrain.lm", f"{LM} --accumulate 2 --text TEXT", {"late": 1, "pinned": 4, "out": 1}),
     "augment.py": ("docs/programs/augment.py", f"{AUGMENT} --batch-size 128", {"late": 1, "pinned": 2, "out": 1}),
-    "gan.py": ("docs/programs/gan.py", "--epochs 1 --batch-size 256", {"late": 2, "pinned": 1, "out": 2}),
+    "gan.py": ("docs/programs/gan.py", "--epochs 1 --batch-size 256", {"late": 1, "pinned": 1, "out": 1}),
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_a_bad_step_is_left_out_as_if_it_had_been_read_at_once(found: dict[str, 
         return
     (error,) = late[2]
     assert 1 < error["step"] < 16  # the first step and the last are read at once
-    assert "input of 0 (Linear)" in error["message"]
+    assert "rank 0 on " in error["message"]
 
 
 def test_where_none_may_be_left_out_the_run_ends_one_step_later_and_names_the_step(found: dict[str, Any]):
@@ -130,4 +130,4 @@ def test_where_none_may_be_left_out_the_run_ends_one_step_later_and_names_the_st
     assert row.code == 1
     assert row.steps == error["step"] + 1
     assert f"step {error['step']}: gradients are not finite: " in row.error
-    assert "input of 0 (Linear)" in row.error
+    assert ", the loss; " in row.error

@@ -146,7 +146,8 @@ def test_the_generators_backward_leaves_the_critic_alone():
 def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch(micro_batch):
     x = X[:16].clone()
     x[epoch_order(16, 1, 0)[8 * (micro_batch - 1)]] = float("nan")
-    with pytest.raises(Failure) as caught, training.start(flags_for("--accumulate", "2", epochs=1)) as run:
+    flags = flags_for("--accumulate", "2", "--find-non-finite", epochs=1)
+    with pytest.raises(Failure) as caught, training.start(flags) as run:
         net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         fit(run, [x, Y[:16]], lambda step, some, targets: F.mse_loss(model(some), targets))
@@ -154,8 +155,15 @@ def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch(micro_batch):
     assert f"input of 0 (Linear) in micro-batch {micro_batch} of 2" in str(caught.value)
 
 
-def test_a_gradient_that_only_backward_makes_infinite_names_its_parameter():
-    with pytest.raises(Failure, match="gradient of bias"), training.start(flags_for(epochs=1)) as run:
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "loss is finite, .*: the same command with --find-non-finite"),
+        (("--find-non-finite",), "gradient of bias;"),
+    ],
+)
+def test_a_gradient_that_only_backward_makes_infinite_names_its_parameter(argv, said):
+    with pytest.raises(Failure, match=said), training.start(flags_for(*argv, epochs=1)) as run:
         net = nn.Linear(3, 1)
         nn.init.zeros_(net.weight)
         nn.init.zeros_(net.bias)

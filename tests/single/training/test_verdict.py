@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.features.late_verdict import not_finite, takes_flag
+from hvdtrain.features.non_finite import finite, not_finite, takes_flag
 from hvdtrain.loop.preparing import fuse
-from hvdtrain.loop.step import finite
 
 on_cpu = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="fused optimizers of a CPU: torch 2.4 and newer"
