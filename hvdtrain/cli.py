@@ -271,7 +271,7 @@ def add_fault_tolerance(group: Parser) -> None:
     add("--max-skipped", type=count,
         help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)")
     add("--find-non-finite", action="store_true",
-        help="name the layer in which gradients cease to be finite: slow, for a second run, which goes on before it")
+        help="name the layer in which gradients cease to be finite: slow, for a second run")
     add("--debug-page", type=port, metavar="PORT",
         help="serve torch's page of stacks and collectives of all ranks at this port of rank 0's host")
     add("--step-timeout", type=non_negative, metavar="SECONDS",

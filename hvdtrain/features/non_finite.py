@@ -30,7 +30,7 @@ from hvdtrain.loop.step import Shared, Step
 from hvdtrain.output.run_output import RunOutput
 
 OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, it reaches 1 after halving 16 times
-FIND = "the same command with --find-non-finite goes on from the last checkpoint, and names the layer"
+FIND = "the same command with --find-non-finite continues from the last checkpoint, and names the layer"
 
 
 def finite(parameters: Sequence[nn.Parameter]) -> bool:

@@ -192,7 +192,7 @@ def test_of_gradients_that_are_not_finite_the_rank_is_named_and_by_a_second_run_
     blamed = f"step 2: gradients are not finite: rank {engine.size - 1} on "
     assert all(line.startswith(blamed) for line in said)
     assert said[0].endswith(
-        "--max-skipped 0: the same command with --find-non-finite goes on from the last checkpoint, and names the layer"
+        "--max-skipped 0: the same command with --find-non-finite continues from the last checkpoint, and names the layer"
     )
     assert ", input of 0 (Linear); " in said[1]
     assert taken == [1, 2, 2]
