@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.lm", __doc__, epochs=None, batch_size=None, accumulate=None)
     add = parser.add_argument
-    add("--text", type=Path, nargs="+", default=[], metavar="FILE",
+    add("--text", type=Path, nargs="+", action="extend", default=[], metavar="FILE",
         help="text to train on (default: the standard library's sources)")  # fmt: skip
     add("--recipe", choices=tuple(RECIPES), default="shakespeare-cpu", help="a set of values for the flags not given")
     add("--tokens", choices=vocabularies.KINDS, help="pairs: needs the package tokenizers")

@@ -202,6 +202,8 @@ def read_tokenizer(path: Path) -> Pairs:
 
 def unreadable(flag: str, path: Path, error: OSError) -> UserError:
     """Return the UserError for a file that cannot be read."""
+    if path.is_dir():
+        return UserError(f"{flag} {path}: a directory: name the files in it, {flag} {path / '*.txt'}")
     return UserError(f"{flag} {path}: {error.strerror or error}: name a file that can be read")
 
 

@@ -7,6 +7,7 @@ import base64
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +84,26 @@ def from_json(value: Any, get: Callable[[Held], Tensor] = extracted) -> Any:
         dtype, shape, data = value[ARRAY]
         return numpy.frombuffer(from_json(data, get), dtype=dtype).reshape(shape).copy()
     return {key: from_json(item, get) for key, item in value.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as what JSON gives back, to be compared with it: numbers, text, lists and dictionaries of these.
+
+    Raises ValueError, with what it is, for anything else.
+    """
+    if isinstance(value, float) and value != value:
+        raise ValueError("nan, which is not equal to itself")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+        return {str(key): plain(item) for key, item in value.items()}
+    if getattr(value, "shape", None) == () and hasattr(value, "item") and not isinstance(value.item(), complex):
+        return plain(value.item())  # a scalar of torch or numpy
+    raise ValueError(f"a {type(value).__name__}")
 
 
 def flattened(value: Any) -> tuple[Any, Tensor]:

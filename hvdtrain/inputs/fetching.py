@@ -1,13 +1,14 @@
 """The batches of a map-style data set, as torch's DataLoader would make them; and how many samples are in them."""
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate, get_worker_info
 
 from hvdtrain.inputs.packing import Travels
-from hvdtrain.inputs.sameness import compared_of
+from hvdtrain.inputs.sameness import Compared, compared_of
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
@@ -18,6 +19,19 @@ class Fetched(NamedTuple):
 
     batch: Any
     samples: int  # in it: fewer than were asked for if the collate_fn has left some out
+    problem: str = ""  # why there is none, in place of an exception that has another meaning to whoever calls
+
+
+# StopIteration would end a generator or a loop; in a worker, the others end it without a word.
+SILENT = (StopIteration, KeyboardInterrupt, SystemExit)
+
+
+def silent(error: BaseException, what: str) -> str:
+    """Return the line for what `what` has raised, one of SILENT. In the rank, all but StopIteration are raised again."""
+    if not isinstance(error, StopIteration) and get_worker_info() is None:
+        raise error
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{what} raised {type(error).__name__} ({at.filename}:{at.lineno}): let it return the sample"
 
 
 class Samples(Travels, Dataset[Any]):
@@ -36,10 +50,18 @@ class Samples(Travels, Dataset[Any]):
     def __getitem__(self, job: tuple[int, list[int]]) -> Fetched:
         epoch, numbers = job
         if epoch == COMPARISON:
-            return Fetched(compared_of(numbers, lambda number: self.samples(0, [number])[0]), 0)
-        samples = self.samples(epoch, numbers)
-        batch = self.collate(samples)
+            return Fetched(self.compared(numbers), 0)
+        try:
+            samples = self.samples(epoch, numbers)
+            batch = self.collate(samples)
+        except SILENT as error:
+            those = ", ".join(str(number % self.count) for number in numbers)
+            return Fetched(None, 0, silent(error, f"the data set, or its collate_fn, of the samples {those},"))
         return Fetched(batch, samples_in(batch, samples, len(numbers)) if may_leave_out(self.collate) else len(numbers))
+
+    def compared(self, numbers: Sequence[int]) -> Compared:
+        """Return what is compared of the samples with these numbers."""
+        return compared_of(numbers, lambda number: self.samples(0, [number])[0])
 
     def samples(self, epoch: int, numbers: Sequence[int]) -> Any:
         """Return the samples with these numbers: k * `count` + index, if a sampler has drawn an index k times before."""

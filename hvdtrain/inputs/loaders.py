@@ -6,6 +6,7 @@ import pickle
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from multiprocessing import reduction
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sameness import require_same, some_of
+from hvdtrain.inputs.sameness import OF_MAIN, Compared, difference, require_same, some_of
 from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, shard
 from hvdtrain.inputs.splits import SPLIT, split_of
 from hvdtrain.loop.state import Initial, TrainState
@@ -40,7 +41,8 @@ class Loader(Input):
         require_usable(given)
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
-        self._epoch, self._compared = 0, engine.size == 1
+        self._asks_rank = given.num_workers > 0 and engine.rank == 0
+        self._epoch, self._compared = 0, engine.size == 1 and not given.num_workers
         self._jobs = Jobs()
         self._loader: DataLoader[Any] | None = None  # with persistent workers
         self._batches: Iterator[Any] | None = None
@@ -102,16 +104,27 @@ class Loader(Input):
             self._loader = loader if persistent else None
         self._batches = begun(loader)
         if numbers:  # by a worker: the data set may open files that must not be open in the rank
+            # While the workers start, whose own samples are to be the same.
+            in_rank = compared_in_rank(self._given, self._seed, numbers) if self._asks_rank else []
             with own_randomness(self._given.num_workers):
                 compared = next(self._batches).batch
             self._jobs.are_done()
-            require_same(self._engine, [number % self.samples for number in numbers], compared)
+            indices = [number % self.samples for number in numbers]
+            require_same(self._engine, indices, compared)
+            warn_of_main(indices, in_rank, compared)
             self._compared = True
 
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
-        with own_randomness(self._given.num_workers):
-            fetched: Fetched = next(self._batches)
+        try:
+            with own_randomness(self._given.num_workers):
+                fetched = fetched_by(self._batches)
+        except Exception as error:
+            if str(error).startswith("Caught ") and compared_in_rank(
+                self._given, self._seed, planned.indices.tolist(), all_of_them=True
+            ):
+                lines.warn_once(f"the rank can read the samples that a DataLoader worker could not: {OF_MAIN}")
+            raise
         if self._jobs.are_done():
             self._batches = None
         count = min(planned.local_count, fetched.samples)
@@ -247,6 +260,40 @@ def own_randomness(workers: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if workers else kept()
 
 
+def fetched_by(batches: Iterator[Any]) -> Fetched:
+    """Return the next batch. Raises UserError."""
+    fetched: Fetched = next(batches)
+    if fetched.problem:
+        raise UserError(fetched.problem)
+    return fetched
+
+
+def compared_in_rank(
+    given: DataLoader[Any], seed: int, numbers: Sequence[int], *, all_of_them: bool = False
+) -> Compared:
+    """Return what the rank itself reads of these samples; nothing if it cannot. all_of_them: however long it takes.
+
+    Of a copy, as workers get it: what the data set opens in the rank must not go to the workers of the next epoch.
+    """
+    try:
+        samples: Samples = reduction.ForkingPickler.loads(reduction.ForkingPickler.dumps(Samples(given, seed)))
+        with kept():
+            if all_of_them:
+                samples.samples(0, numbers)
+            return samples.compared(numbers)
+    except (Exception, KeyboardInterrupt, SystemExit):
+        # Such as a counter of multiprocessing, which only a new process can get; the last two come from the data set.
+        return []
+
+
+def warn_of_main(numbers: Sequence[int], in_rank: Compared, in_worker: Compared) -> None:
+    """Warn if a worker reads other samples than the rank, because the data set uses what main() has set in the rank."""
+    for number, one, other in zip(numbers, in_worker, in_rank, strict=False):
+        if other is not None and (line := difference(number, one, other)):
+            lines.warn_once(f"{line}: {OF_MAIN}")
+            return
+
+
 def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
     require_usable(given)
@@ -271,7 +318,7 @@ def loaded(engine: Engine, given: DataLoader[Any], seed: int, parts: Sequence[Te
     batches = iterate(engine, given, Samples(given, seed), ((0, part.tolist()) for part in parts))
     for part in parts:
         with own_randomness(given.num_workers):
-            fetched: Fetched = next(batches)
+            fetched = fetched_by(batches)
         yield Batch(to_device(fetched.batch, engine.device), part, fetched.samples)
 
 

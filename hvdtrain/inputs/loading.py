@@ -180,8 +180,9 @@ def while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
 def _while_workers_live(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
-    except (RuntimeError, EOFError, ConnectionError) as error:
-        # The last two while a batch is handed over. What the data set raised in a worker begins with "Caught".
+    except (RuntimeError, EOFError, OSError) as error:
+        # The last two while a batch is handed over, and its memory or its socket is gone. What the data set raised in a
+        # worker begins with "Caught".
         message = str(error)
         ended = re.match(r"DataLoader worker .*(exited unexpectedly|is killed)", message)
         if message.startswith("Caught ") or (isinstance(error, RuntimeError) and not ended):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -22,6 +23,9 @@ VALUES = 16  # of a tensor
 EXACT = 64  # values: classes, lengths, tokens; larger tensors of integers are pictures
 NEAR = 0.02  # of the largest value: decoders differ by 1 or 2 of 255, other pictures by more
 FEW, NEAR_FEW = 4, 1e-4  # of so few values, such as a target
+OF_MAIN = (
+    "a worker imports the program, and does not see what main() has set: give it to the Dataset, or to worker_init_fn"
+)
 ALIKE = "sort the names of files and classes, and seed what is drawn before training.start()"
 Leaf = list[Any]  # JSON: kind, and values of one part of a sample
 Compared = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read
@@ -41,7 +45,9 @@ def compared_of(numbers: Sequence[int], read: Callable[[int], Any]) -> Compared:
     for number in numbers:
         try:
             twice = [leaves(read(number)), leaves(read(number))]
-        except Exception:  # such a sample is not compared; if training reads it, that raises the error
+        except BaseException as error:  # such a sample is not compared; if training reads it, that raises the error
+            if not isinstance(error, Exception) and get_worker_info() is None:  # such as Ctrl-C
+                raise
             compared.append(None)
             continue
         compared.append([one if one == other else ["random"] for one, other in zip(*twice, strict=False)])
@@ -59,9 +65,23 @@ def require_same(engine: Engine, numbers: Sequence[int], compared: Compared) -> 
         for number, one, other in zip(numbers, first, theirs, strict=False):
             for part, pair in enumerate(zip(one or (), other or (), strict=False), start=1):
                 if not same(*pair):
-                    values = f"{in_words(pair[0])} on rank 0, and {in_words(pair[1])} on rank {rank}"
+                    values = in_words(*pair, "on rank 0", f"on rank {rank}")
                     message = f"ranks have different data: part {part} of sample {number} is {values}"
                     raise UserError(f"{message}: {ALIKE}", everywhere=True)
+
+
+def difference(number: int, in_worker: list[Leaf] | None, in_rank: list[Leaf]) -> str | None:
+    """Return in words how a sample is another one in a DataLoader worker than in its rank; None if it is the same.
+
+    in_worker: None if it could not be read there.
+    """
+    if in_worker is None:
+        return f"sample {number} can be read in the rank, and not in a DataLoader worker"
+    for part, pair in enumerate(zip(in_worker, in_rank, strict=False), start=1):
+        if not same(*pair):
+            values = in_words(*pair, "in a DataLoader worker", "in the rank")
+            return f"part {part} of sample {number} is {values}"
+    return None
 
 
 def leaves(sample: Any) -> list[Leaf]:
@@ -91,7 +111,8 @@ def leaf_of(value: Any) -> Leaf:
     flat = tensor.reshape(-1)
     chosen = flat[torch.linspace(0, max(len(flat) - 1, 0), min(VALUES, len(flat))).long()] if len(flat) else flat
     exact = not tensor.is_floating_point() and len(flat) <= EXACT
-    return ["exact" if exact else "near", chosen.double().tolist(), list(tensor.shape)]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ["exact" if exact else "near", chosen.double().tolist(), list(tensor.shape), dtype]
 
 
 def same(one: Leaf, other: Leaf) -> bool:
@@ -100,7 +121,7 @@ def same(one: Leaf, other: Leaf) -> bool:
         return True
     if one[0] != other[0] or one[0] != "near":
         return one == other
-    if one[2] != other[2]:
+    if one[2:] != other[2:]:  # shape, dtype
         return False
     pairs = list(zip(one[1], other[1], strict=True))
     largest = max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
@@ -108,10 +129,18 @@ def same(one: Leaf, other: Leaf) -> bool:
     return all(a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= limit for a, b in pairs)
 
 
-def in_words(leaf: Leaf) -> str:
-    """Return a part of a sample for a message."""
-    kind, *held = leaf
+def in_words(one: Leaf, other: Leaf, where: str, elsewhere: str) -> str:
+    """Return two parts of samples for a message, with their shapes and types if their first values are the same."""
+    words = [values_in_words(leaf) for leaf in (one, other)]
+    if words[0] == words[1]:
+        words = [" ".join(map(str, leaf[2:])) for leaf in (one, other)]
+    return f"{words[0]} {where}, and {words[1]} {elsewhere}"
+
+
+def values_in_words(leaf: Leaf) -> str:
+    """Return the first values of a part of a sample."""
+    kind, *content = leaf
     if kind in ("exact", "near"):
-        values = ", ".join(f"{value:.6g}" for value in held[0][:4])
-        return f"{values}, ..." if len(held[0]) > 4 else values or "empty"
-    return repr(held[0]) if held else kind
+        values = ", ".join(f"{value:.6g}" for value in content[0][:4])
+        return f"{values}, ..." if len(content[0]) > 4 else values or "empty"
+    return repr(content[0]) if content else kind

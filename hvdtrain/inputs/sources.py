@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -57,6 +58,7 @@ class Data:
 
     def evaluated(self, data: Any) -> Iterator[Batch]:
         """Return this rank's batches of a test set."""
+        require_default_device()
         return evaluation_batches(self._kinds(), self._engine, data, self._flags.seed)
 
     def is_same(self, data: tuple[Any, ...]) -> bool:
@@ -72,8 +74,16 @@ class Data:
         return self._copies.to_device(tensors)
 
 
+def require_default_device() -> None:
+    """Raise UserError if new tensors are not on the CPU: indices, counts and messages between ranks are made there."""
+    if (device := torch.get_default_device()).type != "cpu":
+        remedy = "leave it out: run.prepare and run.to_device move models and data"
+        raise UserError(f"torch.set_default_device({str(device)!r}) was called: {remedy}", everywhere=True)
+
+
 def of_epoch(run: "Loop", data: tuple[Any, ...], changes: bool) -> Input:
     """Return the input for the arguments of `run.steps` in this epoch. In the first one, training begins. A collective."""
+    require_default_device()
     if run.data.input is not None and run.data.is_same(data) and not changes:
         return run.data.input
     with kept():  # a DataLoader draws a seed for its workers when it begins

@@ -70,7 +70,10 @@ class Evaluation:
             if name in self._sums and (count is not None) != (name in self._counts):
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
             given = exact(value).detach()
-            if given.ndim and (len(given) != 1 or self._in_batch == 1):
+            has_rows = given.ndim > 0 and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1)
+            if given.ndim > 1 and count is None:  # [b, ...], such as pixels or tokens: the mean of each sample
+                given = given.to(torch.float64).flatten(1).mean(1)
+            if has_rows:
                 self._rows[name] = self._rows.get(name, 0) + len(given)
             else:
                 self._rows_in_sums[name] = self._rows_in_sums.get(name, 0) + self._in_batch
@@ -233,8 +236,8 @@ class Evaluating(Epochs):
     def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record values of an evaluation.
 
-        Inside `evaluating`: sums over this rank's samples, or one value per sample. They are summed over ranks and divided
-        by the number of samples, or by the sum of their `count`, for instance a number of tokens.
+        Inside `evaluating`: sums over this rank's samples, or a row for each sample, whose mean is its value. They are
+        summed over ranks and divided by the number of samples, or by the sum of their `count`, such as a number of tokens.
         After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
         """
         require_free(values)

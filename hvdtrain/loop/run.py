@@ -5,7 +5,8 @@ programs.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from hvdtrain.checkpoint.checkpoint import name_of
 from hvdtrain.checkpoint.checksums import require_same_on_all
 from hvdtrain.checkpoint.randomness import is_generator
+from hvdtrain.engines import portable
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import own_name
 from hvdtrain.inputs.sharding import passes_per_step
+from hvdtrain.inputs.sources import require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import Evaluating
 from hvdtrain.loop.preparing import prepare, refuse_replicas
@@ -61,12 +64,13 @@ class Run(Evaluating):
         strings that identify the data; they must be the same on all ranks, and when the run is resumed.
         """
         self._require_running("run.describe_data()")
+        require_default_device()
         if self.metrics_logger.dataset is not None:
             raise UserError(
                 "run.describe_data() was already called (run.prepare calls it, too): call it once, before run.prepare"
             )
+        data = described(name, reason, facts)
         self.metrics_logger.dataset = name
-        data = {"dataset": name, **facts}
         self.engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
         with self.raising_together("output"):
             self.checkpoints.open(data)
@@ -230,3 +234,32 @@ class Run(Evaluating):
         for name, what in self.checkpoints.registered.items():
             if int(getattr(what, "n_averaged", 1)) == 0:
                 yield f"{name} has averaged nothing: call {name}.update_parameters(model) after step.update()"
+
+
+MOST_FACTS = 2**16  # characters of JSON
+
+
+def described(name: str, reason: str, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Return what is recorded and compared of the data that a program describes. Raises UserError."""
+    for what, text in (("name", name), ("reason", reason)):
+        if not isinstance(text, str) or len(text.splitlines()) != 1:
+            raise UserError(
+                f"run.describe_data() got {text!r} as the {what}: give it one line of text", everywhere=True
+            )
+    data: dict[str, Any] = {"dataset": name}
+    for key, value in facts.items():
+        try:
+            data[key] = portable.plain(value)
+        except ValueError as error:
+            remedy = "give it numbers, text, or lists and dictionaries of these"
+            raise UserError(f"run.describe_data({key}=...) got {error}: {remedy}", everywhere=True) from error
+        if len(json.dumps(data[key])) > MOST_FACTS:
+            remedy = "give it a checksum, as hashlib.sha256(...).hexdigest()"
+            raise UserError(
+                f"run.describe_data({key}=...) is longer than {MOST_FACTS:,} characters: {remedy}", everywhere=True
+            )
+        if key == "dataset" and value != name:
+            raise UserError(
+                "run.describe_data(dataset=...): the name of the data is its first argument", everywhere=True
+            )
+    return data

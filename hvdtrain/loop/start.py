@@ -24,7 +24,7 @@ from hvdtrain.guards.timeouts import HangTimeouts
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.inputs import Kind
 from hvdtrain.inputs.sharding import seed_generators
-from hvdtrain.inputs.sources import Data
+from hvdtrain.inputs.sources import Data, require_default_device
 from hvdtrain.loop import early_end
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
@@ -80,6 +80,7 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
         raise UserError(
             "training.start() inside training.start(): end the first block before the next", everywhere=True
         )
+    require_default_device()
     remember_ignored()
     directions = metrics_of({"loss": "min"} if metrics is None else metrics)
     tuning = flags.tuning == "auto"

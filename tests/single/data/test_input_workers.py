@@ -1,5 +1,6 @@
 """The processes that load batches for a rank: a fork server that imports the program, and the workers that it forks."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
+from hvdtrain.engines import lines
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.inputs import fork_server, loaders, loading
@@ -218,7 +220,9 @@ def test_the_workers_of_a_training_that_has_failed_end_with_it(worker_server):
     del caught  # whose traceback holds the iterator
 
 
-@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
+@pytest.mark.parametrize(
+    "error", [EOFError(), ConnectionResetError(104, "Connection reset by peer"), FileNotFoundError(2, "gone")]
+)
 def test_a_worker_that_is_killed_while_a_batch_is_handed_over_is_the_same_line(error):
     def batches():
         yield 1
@@ -284,3 +288,95 @@ def test_a_small_dev_shm_is_one_line_with_the_remedy(tmp_path):
         pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
     assert "error: /dev/shm is too small for the batches of the DataLoader's workers: make it larger" in done.stderr
+
+
+FACTOR = 1.0
+
+
+class ByFactor(torch.utils.data.Dataset):
+    """Its samples are multiples of what main() has set; or what only main()'s setting lets it read."""
+
+    def __init__(self, fails: bool = False):
+        self.fails = fails
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        if self.fails and index == 6 and FACTOR == 1.0:
+            raise ValueError("truncated")
+        return torch.tensor([index * (1.0 if self.fails else FACTOR)])
+
+
+class OfDtype(ByFactor):
+    def __getitem__(self, index):
+        return torch.full((1,), float(index))
+
+
+OF_MAIN = (
+    "a worker imports the program, and does not see what main() has set: give it to the Dataset, or to worker_init_fn"
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (ByFactor(), r"part 1 of sample \d+ is \d+ in a DataLoader worker, and \d+ in the rank"),
+        (ByFactor(fails=True), "the rank can read the samples that a DataLoader worker could not"),
+        (OfDtype(), r"part 1 of sample \d is \[1\] float32 in a DataLoader worker, and \[1\] float64 in the rank"),
+        (TensorDataset(torch.ones(8, 1)), None),
+    ],
+)
+def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(data, line, worker_server, monkeypatch, capfd):
+    lines.warn_once.cache_clear()
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    if isinstance(data, OfDtype):
+        torch.set_default_dtype(torch.float64)
+    try:
+        with contextlib.suppress(ValueError), training.start(flags_for("--batch-size", "4")) as run:
+            net = torch.nn.Linear(1, 1, dtype=torch.float32)
+            run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for _ in run.epochs(1):
+                for step in run.steps(DataLoader(data, 4, num_workers=1)):
+                    for batch in step.batches():
+                        step.backward(net(batch[0].float()).mean())
+                    step.update()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    warnings = [text for text in capfd.readouterr().err.splitlines() if text.startswith("warning: ")]
+    assert len(warnings) == (line is not None), warnings
+    assert line is None or re.fullmatch(f"warning: {line}: {re.escape(OF_MAIN)}", warnings[0])
+
+
+class Ends(torch.utils.data.Dataset):
+    """Its third sample raises what ends a generator, or a worker, without a word."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise self.kind
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), [(StopIteration, 0), (StopIteration, 1), (KeyboardInterrupt, 1), (SystemExit, 1)]
+)
+def test_a_sample_that_ends_its_worker_is_named(kind, workers, worker_server):
+    with (
+        pytest.raises(
+            UserError, match=rf"of the samples 0, 1, 2, 3, raised {kind.__name__} \(\S+test_input_workers.py:\d+\)"
+        ),
+        training.start(flags_for("--batch-size", "4")) as run,
+    ):
+        net = torch.nn.Linear(1, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(DataLoader(Ends(kind), 4, num_workers=workers)):
+                for batch in step.batches():
+                    step.backward(net(batch).mean())
+                step.update()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain import lm
 from hvdtrain.datasets import text
 from hvdtrain.datasets.vocabularies import Bytes, Characters, restore
 from hvdtrain.engines.errors import UserError
@@ -199,3 +200,14 @@ def test_a_pipe_is_refused_because_text_is_read_twice(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"--text .*pipe: a pipe or a device, not a file: name a file that can be read"):
         text.load([tmp_path / "pipe"], "characters")
+
+
+def test_a_directory_is_refused_and_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"^--text \S+: a directory: name the files in it, --text \S+/\*.txt$"):
+        text.load([tmp_path], "characters")
+
+
+def test_the_files_of_each_text_flag_are_taken():
+    flags = lm.parse(["--text", "a", "b", "--text", "c"])
+    assert [path.name for path in flags.text] == ["a", "b", "c"]
+    assert lm.parse([]).text == []

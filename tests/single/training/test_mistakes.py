@@ -74,6 +74,14 @@ MISTAKES = {
     "steps before prepare": (dict(unprepared="run.steps(X)"), r"run.steps\(\) before run.prepare\(\)"),
     "epochs before prepare": (dict(unprepared="next(run.epochs(1))"), r"run.epochs\(\) before run.prepare\(\)"),
     "data described twice": (dict(unprepared='run.describe_data("a", "b"); run.describe_data("a", "b")'), "was already called"),
+    "data described by nan": (dict(unprepared='run.describe_data("a", "b", c=float("nan"))'), "got nan, which is not equal to itself"),
+    "data described by a set": (dict(unprepared='run.describe_data("a", "b", c=[{1}])'), r"describe_data\(c=...\) got a set: give it numbers"),
+    "data described by all of it": (dict(unprepared='run.describe_data("a", "b", c="x" * 70_000)'), "longer than .* give it a checksum"),
+    "data of another name": (dict(unprepared='run.describe_data("a", "b", dataset="c")'), "the name of the data is its first argument"),
+    "data without a name": (dict(unprepared='run.describe_data(None, "b")'), "got None as the name: give it one line of text"),
+    "tensors made elsewhere": (
+        dict(before="torch.set_default_device('meta')"), r"^torch.set_default_device\('meta'\) was called: leave it out"),
+    "tensors made elsewhere, later": (dict(in_epoch="torch.set_default_device('meta')"), "^torch.set_default_device"),
     "no optimizer": (dict(prepare="net"), r"run.prepare\(\) got Sequential: give it models and optimizers"),
     "L-BFGS": (dict(prepare="net, torch.optim.LBFGS(net.parameters())"), "LBFGS computes the loss several times in a step"),
     "a layer without a shape": (
@@ -307,7 +315,8 @@ CASES = [("", case) for case in MISTAKES] + [(name, case) for name, cases in IN_
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_a_mistake_ends_in_one_line_with_the_remedy(name, case, tmp_path, monkeypatch):
+def test_a_mistake_ends_in_one_line_with_the_remedy(name, case, tmp_path, monkeypatch, request):
+    request.addfinalizer(lambda: torch.set_default_device(None))
     changed, complaint = IN_PROGRAMS[name][case] if name else MISTAKES[case]
     with pytest.raises(UserError, match=complaint) as caught:
         run_program(monkeypatch, name, changed) if name else run(changed, "--output-dir", str(tmp_path))

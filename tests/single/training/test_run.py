@@ -530,3 +530,16 @@ def test_another_thread_is_told_where_to_start():
 
     with ThreadPoolExecutor() as pool:
         assert "in another thread than the main one" in pool.submit(start).result()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2), (1, 1)])
+def test_values_of_a_sample_count_as_their_mean(shape):
+    """Pixels or tokens, [b, h, w]: the sum over all of them was divided by the number of samples alone."""
+    values = torch.rand(N, *shape, generator=torch.Generator().manual_seed(1))
+    with training.start(flags_for()) as run:
+        net = network()
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with run.evaluating(N) as mine:
+            for some in values[mine].split(7):
+                run.record(loss=some)
+    assert run.evaluation["loss"] == pytest.approx(values.mean().item())
