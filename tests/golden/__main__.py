@@ -26,6 +26,7 @@ EVENTS = ("train", "evaluate", "skip", "end")
 FIELDS = re.compile(
     r"event|epoch|step|samples|count|learning_rate|.*loss.*|.*accuracy|error|distance|parameters_sha256"
 )
+SHARED = ("model", "optimizer", "registered")  # what all ranks have in common, by the first word of a tensor's name
 Hashes = dict[str, str]
 
 
@@ -43,7 +44,7 @@ def run(attempts: list[Attempt], code: Path, out: Path) -> Hashes:
     said = ""
     for attempt in attempts:
         kill = str(attempt.kill_after or "")
-        done = launch(command(attempt, out), timeout=LIMIT_SECONDS, cwd=ROOT, PYTHONPATH=str(code), GOLDEN_KILL=kill)
+        done = launch(command(attempt, out), timeout=LIMIT_SECONDS, cwd=code, PYTHONPATH=str(code), GOLDEN_KILL=kill)
         said = done.stdout
         if (done.code != 0) != bool(attempt.kill_after):
             raise SystemExit(f"{command(attempt, out)}\n{done}")
@@ -67,17 +68,28 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint(out: Path) -> Hashes:
-    """Return the hash of the tensors of the newest checkpoint, without the states of random number generators."""
+    """Return a hash of what the newest checkpoint holds, whatever its tensors are called.
+
+    Of a model, each tensor by its name. Of optimizers and registered objects, each tensor. Of what each rank has of its own,
+    such as buffers, each number: how these are joined to tensors is the format's. Random number generators and positions are
+    left out: the runs that are killed need them to end with the same hashes as those that are not.
+    """
     files = sorted((out / "checkpoints").glob("*.safetensors"))
     if not files:
         return {}
-    total = hashlib.sha256()
+    tensors, numbers = list[bytes](), list[bytes]()
     with safe_open(files[-1], framework="pt") as file:
-        for name in sorted(name for name in file.keys() if not name.startswith("generators")):  # noqa: SIM118
-            tensor = file.get_tensor(name)
-            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return {"checkpoint": total.hexdigest()[:16]}
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_tensor(name).contiguous()
+            content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            kind = name.split(".")[0]
+            if kind in SHARED:
+                of = f"{name if kind == 'model' else kind} {tensor.dtype} {tuple(tensor.shape)} ".encode()
+                tensors.append(of + content)
+            elif tensor.is_floating_point():
+                width = tensor.element_size()
+                numbers += (content[at : at + width] for at in range(0, len(content), width))
+    return {"checkpoint": hashlib.sha256(b"".join(sorted(tensors) + sorted(numbers))).hexdigest()[:16]}
 
 
 def digest(value: object) -> str:
@@ -133,20 +145,20 @@ def main() -> int:
     names = flags.only.split(",") if flags.only else list(RUNS)
     if unknown := [name for name in names if name not in RUNS]:
         parser.error(f"--only {unknown[0]}: the runs are {', '.join(RUNS)}")
-    known = json.loads(FILE.read_text()) if FILE.exists() else {"machine": {}, "hashes": {}}
+    known = json.loads(FILE.read_text())
+    here = next((entry for entry in known if entry["machine"] == machine()), {"machine": machine(), "hashes": {}})
     if flags.against:
         with worktree(flags.against) as code:
             expected = hashes_of(code, names)
-    elif flags.write:
-        expected = known["hashes"]
-    elif known["machine"] != machine():
-        sys.exit(f"golden.json is of {known['machine']}, this is {machine()}: use --against COMMIT")
+    elif here not in known and not flags.write:
+        sys.exit(f"golden.json has no hashes of {machine()}: use --against COMMIT")
     else:
-        expected = known["hashes"]
+        expected = here["hashes"]
     found = hashes_of(ROOT, names)
     if flags.write:
-        everything = {name: found.get(name) or known["hashes"].get(name, {}) for name in RUNS}
-        FILE.write_text(json.dumps({"machine": machine(), "hashes": everything}, indent=1) + "\n")
+        hashes = {name: found.get(name) or here["hashes"].get(name, {}) for name in RUNS}
+        others = [entry for entry in known if entry["machine"] != here["machine"]]
+        FILE.write_text(json.dumps([*others, here | {"hashes": hashes}], indent=1) + "\n")
     code = compare(expected, found)
     return 0 if flags.write else code
 

@@ -1,4 +1,7 @@
-"""The trainings whose results are hashed: each feature of the training loop is in one of them at least."""
+"""The trainings whose results are hashed: each feature of the training loop is in one of them at least.
+
+MPI's mpirun and torchrun start them, so that the code that starts ranks can be changed beside them.
+"""
 
 from typing import NamedTuple
 
@@ -16,25 +19,28 @@ class Attempt(NamedTuple):
 
     ranks: int
     program: str  # a module or a file, with its flags
-    launcher: str = "starter"  # a name of tests.e2e.launchers.LAUNCHERS, "torchrun", or "alone"
+    launcher: str = (
+        "mpirun"  # not what hvdtrain starts: a name of tests.e2e.launchers.LAUNCHERS, "torchrun", or "alone"
+    )
     kill_after: int = 0
 
 
-def killed(ranks: int, program: str, after: int, launcher: str = "starter", again: int = 0) -> list[Attempt]:
+def killed(ranks: int, program: str, after: int, launcher: str = "mpirun", again: int = 0) -> list[Attempt]:
     """A training that is killed and started again, on `again` ranks (default: as many)."""
     program += " --checkpoint-steps 3"
     return [Attempt(ranks, program, launcher, after), Attempt(again or ranks, program, launcher)]
 
 
-def one(ranks: int, program: str, launcher: str = "starter") -> list[Attempt]:
+def one(ranks: int, program: str, launcher: str = "mpirun") -> list[Attempt]:
     return [Attempt(ranks, program, launcher)]
 
 
 RUNS: dict[str, list[Attempt]] = {
     "serial": one(1, MNIST + " --engine serial", "alone"),
-    "mpi-2": one(2, MNIST, "mpirun"),
-    "gloo-2": one(2, MNIST),
-    "gloo-3": one(3, MNIST),
+    "mpi-2": one(2, MNIST),
+    "gloo-2": one(2, MNIST, "gloo"),
+    "gloo-3": one(3, MNIST, "gloo"),
+    "starter-3": one(3, MNIST, "starter"),
     "ddp-2": one(2, MNIST + " --engine ddp", "torchrun"),
     "default-model": one(2, "hvdtrain.mnist --dataset digits --train-samples 480 --batch-size 32"),
     "classic": one(2, MNIST + " --recipe classic"),

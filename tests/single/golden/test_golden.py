@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -29,13 +30,23 @@ def test_of_a_step_that_was_taken_twice_the_last_counts(tmp_path):
     assert killed == record(tmp_path / "metrics.jsonl", again)
 
 
-def test_each_bit_of_the_newest_checkpoint_counts(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    hashes = []
-    for step, value in enumerate((1.0, 1.0, 1.0 + 2**-23)):
-        save_file({"weight": torch.tensor([value])}, tmp_path / "checkpoints" / f"step-{step:08d}.safetensors")
-        hashes.append(golden.checkpoint(tmp_path)["checkpoint"])
+def saved(out, step, **tensors):
+    (out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    named = {name.replace("__", "."): torch.as_tensor(value) for name, value in tensors.items()}
+    save_file(named, out / "checkpoints" / f"step-{step:08d}.safetensors")
+    return golden.checkpoint(out)["checkpoint"]
+
+
+@pytest.mark.parametrize("name", ["model__weight", "optimizer__0", "registered__slow__3", "buffers", "own__1__mean"])
+def test_each_bit_of_the_newest_checkpoint_counts(tmp_path, name):
+    hashes = [saved(tmp_path, step, **{name: [value, 2.0]}) for step, value in enumerate((1.0, 1.0, 1.0 + 2**-23))]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_how_a_checkpoint_calls_and_joins_what_ranks_have_of_their_own_does_not_count(tmp_path):
+    first = saved(tmp_path, 1, optimizer__0=[3.0], buffers=[[1.0, 2.0], [5.0, 6.0]])
+    assert first == saved(tmp_path, 2, optimizer__momentum=[3.0], own__0=[1.0, 2.0], own__1=[5.0, 6.0])
+    assert first != saved(tmp_path, 3, optimizer__0=[[3.0]], buffers=[[1.0, 2.0], [5.0, 6.0]])
 
 
 def test_a_changed_a_missing_and_a_new_hash_are_named(capsys):
@@ -46,7 +57,7 @@ def test_a_changed_a_missing_and_a_new_hash_are_named(capsys):
 
 
 def test_the_file_has_every_run_and_those_that_are_killed_end_as_those_that_are_not():
-    hashes = json.loads(golden.FILE.read_text())["hashes"]
-    assert list(hashes) == list(RUNS)
     pairs = {"killed": "gloo-2", "killed-ddp": "plain-ddp", "killed-schedule": "schedule", "killed-stream": "stream"}
-    assert all(hashes[killed] == hashes[whole] for killed, whole in pairs.items())
+    for entry in json.loads(golden.FILE.read_text()):
+        assert list(entry["hashes"]) == list(RUNS)
+        assert all(entry["hashes"][killed] == entry["hashes"][whole] for killed, whole in pairs.items())
