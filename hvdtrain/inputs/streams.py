@@ -5,10 +5,14 @@ stream has ended takes part with its first batch, and weight 0. So every sample 
 
 The position in a stream is saved for each rank. It is the state of the loader, or of each worker's data set or its iterator:
 what has `state_dict` and `load_state_dict`. It holds for as many ranks and workers as there were.
+
+At an epoch's end, a data set keeps its state, such as a number of epochs that it counts itself: the object does, without
+workers; with persistent workers, and at a resume, its state is given to what begins the next epoch.
 """
 
 import contextlib
 import copy
+import functools
 import hashlib
 import itertools
 import json
@@ -89,7 +93,7 @@ class Part(Travels, IterableDataset[Item]):
         held = self._positions[worker]
         self._drawn, self._ended = held["drawn"], held["ended"]
         seed_generators(mixed_seed(*self._seed, worker))
-        samples = iter(()) if self._ended else self._samples(held["state"])
+        samples = iter(()) if self._ended else self._samples(held["state"], begins=not self._drawn)
         while True:
             seed_generators(mixed_seed(*self._seed, worker, self._drawn))
             batch, count = None, 0
@@ -100,14 +104,23 @@ class Part(Travels, IterableDataset[Item]):
                 self._ended = taken < (self._batch_size or 1)
             yield Item(batch, count, "" if info is None else self._position_as_text())
 
-    def _samples(self, state: Any) -> Iterator[Any]:
-        """Return an iterator over the samples, or complete batches, from `state` on."""
+    def _samples(self, state: Any, *, begins: bool) -> Iterator[Any]:
+        """Return an iterator over the samples, or complete batches, from `state` on.
+
+        begins: `state` is that of the end of the epoch before, which an iterator of it does not get.
+        """
         dataset: Any = self.dataset
+        fresh = None
         if state is not None and is_stateful(dataset):
+            fresh = dataset.state_dict() if begins else None
             dataset.load_state_dict(from_json(state))
         samples: Iterator[Any] = iter(dataset)
         if is_stateful(dataset):
             self._holder = dataset
+            if state is not None and begins:
+                return or_else(samples, functools.partial(begun_anew, dataset, fresh))
+        elif begins:
+            self._holder = samples if is_stateful(samples) else None
         elif is_stateful(samples):
             self._holder = samples
             if state is not None:
@@ -127,6 +140,29 @@ class Part(Travels, IterableDataset[Item]):
             return None, 0, 0
         batch = self._collate(some)
         return batch, len(some), samples_in(batch, some, len(some)) if may_leave_out(self._collate) else len(some)
+
+
+def or_else(items: Iterator[Any], other: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Yield `items`, or, if there is none, those of `other`: of a data set whose state at the end has nothing after it."""
+    empty = True
+    for item in items:
+        empty = False
+        yield item
+    if empty:
+        yield from other()
+
+
+def begun_anew(dataset: Any, fresh: Any) -> Iterator[Any]:
+    """Return an iterator over a data set with the state that it had when it was made."""
+    dataset.load_state_dict(fresh)
+    return iter(dataset)
+
+
+def at_beginning(end: Position) -> Position:
+    """Return where an epoch begins whose data set has the state of the end of the epoch before."""
+    if "parts" in end:
+        return {"turn": 0, "parts": [at_beginning(part) for part in end["parts"]]}
+    return BEGINNING | {"state": end["state"]}
 
 
 def state_of(what: Any) -> Any:
@@ -214,9 +250,16 @@ class Whole:
                 for name, value in loading.worker_options(given.worker_init_fn).items():
                     setattr(given, name, value)
         self._given = given
+        anew = copy.copy(given)
         if self._held["state"] is not None:
             given.load_state_dict(from_json(self._held["state"]))
         self._items = iter(()) if self._ended else loading.while_workers_live(iter(given))
+        if self._held["state"] is not None and not self._drawn:
+            self._items = or_else(self._items, functools.partial(self._begun_anew, anew))
+
+    def _begun_anew(self, given: Any) -> Iterator[Any]:
+        self._given = given
+        return loading.while_workers_live(iter(given))
 
     def draw(self) -> tuple[Any, int] | None:
         """See `Workers`."""
@@ -273,7 +316,10 @@ class Stream(Input):
         self._per_step = 0  # batches, over all ranks
         self._keeps = False  # whether positions are saved
         self._reader: Reader | None = None
-        self._held: Position | None = None  # this rank's position in the epoch to resume
+        self._held: Position | None = None  # this rank's position in the epoch to resume, or where the next one begins
+        persistent = bool(getattr(given, "persistent_workers", False)) and not is_stateful(given)
+        self._carries = persistent and is_stateful(given.dataset)  # the state of workers into the next epoch
+        self._lasts = persistent or not self._workers  # what has a state is there in the next epoch
         self._finished = False  # that epoch has no steps left
         self._first: tuple[Any, int] | None = None  # of this epoch
         self._drawn: list[Any] = []  # for the next micro-batches
@@ -293,19 +339,32 @@ class Stream(Input):
         return {"workers": self._workers, "finished": self._finished, "reader": self._reader.position()}
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
+        held = positions()
+        if held is not None and all(one["finished"] for one in held):
+            self._finished = state.samples_of_epoch > 0
+            self._held = self._end_of(held)
+            return None
         if not state.samples_of_epoch:
             return None
-        held = positions()
         why = self._engine.all_gather_object(self._why_anew(held), "stream.position")
-        if held is not None and all(one["finished"] for one in held):
-            self._finished = True
-            return None
         if reason := next((one for one in why if one), None):
             taken, state.samples_of_epoch = state.samples_of_epoch, 0
             return f"epoch {state.epoch + 1} of the stream begins anew, after {taken:,} samples: {reason}"
         assert held is not None
         self._held = held[self._engine.rank]["reader"]
         return None
+
+    def _end_of(self, positions: Sequence[Position]) -> Position | None:
+        """Return where this rank's next epoch begins, after one that ended at these positions; None: as if it was the first.
+
+        With another number of ranks, each takes a state only if it was the same on all.
+        """
+        alike = all(one == positions[0] for one in positions)
+        mine = positions[self._engine.rank if len(positions) == self._engine.size else 0]
+        usable = len(positions) == self._engine.size or alike
+        if not self._lasts or not usable or mine["workers"] != self._workers or mine["reader"] is None:
+            return None
+        return at_beginning(mine["reader"])
 
     def _why_anew(self, positions: Sequence[Position] | None) -> str | None:
         """Return why an epoch cannot be resumed, or None."""
@@ -333,6 +392,8 @@ class Stream(Input):
             return
         engine, rank, size = self._engine, self._engine.rank, self._engine.size
         self._finished, self._first = False, None
+        if self._reader is not None and self._carries:
+            self._held = at_beginning(self._reader.position())
         self._reader, self._held = self._open(epoch, self._held), None
         self._seen = {}
         for number in itertools.count():
@@ -366,7 +427,7 @@ class Stream(Input):
 
     def _open(self, epoch: int, held: Position | None, given: Any = None) -> Reader:
         given = self._given if given is None else given
-        return opened(self._engine, given, self._seed, epoch, held, keeps=self._keeps)
+        return opened(self._engine, given, self._seed, epoch, held, keeps=self._keeps or self._carries)
 
     def _draw(self) -> tuple[Any, int] | None:
         assert self._reader is not None

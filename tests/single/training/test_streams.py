@@ -62,6 +62,58 @@ class Stateful(Numbers):
         self.at = int(at)
 
 
+class Counting(Stateful):
+    """It counts its epochs itself, and draws its order by that number."""
+
+    epoch = own = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = self.own
+
+    def __iter__(self):
+        self.epoch = self.own
+        yield from super().__iter__()
+        self.own += 1
+
+    def state_dict(self):
+        return super().state_dict() | {"own": self.own}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.own = state["own"]
+
+
+class Exhausted(Stateful):
+    """At its end, its state is that after the last sample, as that of Hugging Face's."""
+
+    begin = 0
+
+    def __iter__(self):
+        self.at, self.begin = self.begin, 0
+        while self.at < N:
+            self.at += 1
+            yield noisy(self.share()[self.at - 1])
+
+    def load_state_dict(self, state):
+        self.begin = int(state["at"][0])
+
+
+class CountingLoader:
+    """A loader that is no DataLoader, and counts its epochs itself."""
+
+    def __init__(self):
+        self.dataset, self.at = Counting(), 0
+
+    def __iter__(self):
+        yield from DataLoader(self.dataset, 4)
+
+    def state_dict(self):
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state):
+        self.dataset.load_state_dict(state)
+
+
 class Iterator:
     def __init__(self, share):
         self.share, self.at = share, 0
@@ -183,6 +235,31 @@ def test_more_steps_continue_at_the_very_sample(tmp_path):
     directory = ["--output-dir", str(tmp_path)]
     parts = [train(flags_for(*directory), LOADERS["stateful"](), steps=steps) for steps in (5, 13, 20)]
     assert [[i for part, _ in parts for i in part.get(epoch, [])] for epoch in (0, 1)] == [seen[0], seen[1]]
+    assert parts[-1][1] == weights
+
+
+AT_AN_END = {
+    "counts its epochs": lambda: DataLoader(Counting(), 4),
+    "counts its epochs, a loader": CountingLoader,
+    "counts its epochs, persistent workers": lambda: DataLoader(Counting(), 4, num_workers=2, persistent_workers=True),
+    "counts its epochs, workers": lambda: DataLoader(Counting(), 4, num_workers=2),
+    "a state after the last sample": lambda: DataLoader(Exhausted(), 4),
+    "a stateful iterator": LOADERS["a stateful iterator"],
+    "a stateful loader": StatefulLoader,
+}
+
+
+@pytest.mark.parametrize("kind", AT_AN_END)
+def test_a_run_that_ended_with_an_epoch_goes_on_as_if_it_had_not(kind, tmp_path):
+    """A number of epochs that a stream counts itself began again."""
+    make = AT_AN_END[kind]
+    whole, weights = train(flags_for(epochs=3), make())
+    assert (whole[0] != whole[1]) == (
+        kind != "counts its epochs, workers"
+    )  # which are others in each epoch, as in torch
+    directory = ["--output-dir", str(tmp_path)]
+    parts = [train(flags_for(*directory, epochs=epochs), make()) for epochs in (1, 2, 3)]
+    assert [part for seen, _ in parts for part in seen.items()] == list(whole.items())
     assert parts[-1][1] == weights
 
 
