@@ -3,7 +3,9 @@
 Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 """
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +15,21 @@ from torch import nn
 from hvdtrain.engines.base import WIRE_DTYPES, Reduction
 from hvdtrain.engines.compression import GradientCompressor, send_buckets_together
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.tuning import RELEASED_CAPACITY
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
+# Tensors. Each costs some microseconds after the last one is there, whatever its size: thousands would wait for the
+# backward pass, and then hold up the step.
+MOST_IN_BUCKET = 1000
+OTHER_RESPONSES = 256  # in Horovod's cache: those of our own messages, and more than there are
+
+
+class Bucket(tuple[nn.Parameter, ...]):
+    """The parameters of a bucket. Horovod looks up a bucket for each gradient: by identity, not by all its tensors."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
 
 
 def bucket_bytes(total: int) -> int:
@@ -27,7 +42,8 @@ def bucket_bytes(total: int) -> int:
 
 
 def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> list[list[nn.Parameter]]:
-    """Split the trainable `parameters` into groups of at most `limit` bytes (or one parameter), last layer first.
+    """Split the trainable `parameters` into groups of at most `limit` bytes (or one parameter) and MOST_IN_BUCKET
+    parameters, last layer first.
 
     The backward pass computes the last layer first, so its bucket is reduced while the earlier layers are still being
     computed. A model smaller than `limit` is one bucket. limit: default `bucket_bytes`.
@@ -38,7 +54,7 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
     groups: list[list[nn.Parameter]] = []
     filled = limit
     for parameter, size in zip(reversed(trainable), reversed(sizes), strict=True):
-        if filled + size > limit:
+        if filled + size > limit or len(groups[-1]) == MOST_IN_BUCKET:
             groups.append([])
             filled = 0
         groups[-1].append(parameter)
@@ -46,9 +62,35 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
     return groups
 
 
+def use_buckets(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Have Horovod's `optimizer` reduce these groups, each as a whole. Raises UserError where Horovod would hang or crash.
+
+    Gradients are then always summed in the same order, so runs are bitwise reproducible. Without groups, they are fused in
+    the order in which they become ready: three runs on three ranks gave three results.
+    """
+    refuse_small_cache(sum(map(len, groups)), os.environ)
+    optimizer._groups = groups
+    optimizer._group_counts = {Bucket(group): 0 for group in groups}
+    optimizer._p_to_group = {parameter: group for group in optimizer._group_counts for parameter in group}
+
+
+def refuse_small_cache(tensors: int, environment: Mapping[str, str]) -> None:
+    """Raise UserError if so many gradients do not fit into Horovod's cache of responses.
+
+    Trap: once the cache is full, ranks forget different members of a group. They then hang, or crash with SIGSEGV (mended by
+    launch/patches/30, which other builds of Horovod lack).
+    """
+    digits = re.match(r"\s*([0-9]+)", environment.get("HOROVOD_CACHE_CAPACITY", RELEASED_CAPACITY))
+    capacity = int(digits[1]) if digits else 0  # as strtol reads it; 0: Horovod keeps no cache
+    if 0 < capacity < (needed := tensors + OTHER_RESPONSES):
+        raise UserError(
+            f"HOROVOD_CACHE_CAPACITY is {capacity}, too small for {tensors} gradients: set it to {needed} or more, or to 0"
+        )
+
+
 def distributed_optimizer(
     hvd: ModuleType, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], reduction: Reduction,
-    size: int, *, fixed_buckets: bool,
+    size: int,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """Return Horovod's optimizer for `optimizer`. Raises UserError on every rank.
 
@@ -71,9 +113,6 @@ def distributed_optimizer(
         op=op,
         # Horovod sums the micro-batches; the weights of `sharding.PlannedBatch` turn the sum into a mean.
         backward_passes_per_step=reduction.accumulate,
-        # Fixed buckets: gradients are always summed in the same order, so runs are bitwise reproducible. Without them,
-        # gradients are fused in the order in which they become ready: three runs on three ranks gave three results.
-        groups=buckets([parameter for _, parameter in named]) if fixed_buckets else None,
     )
     try:
         distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, **options)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.distributed_optimizer import buckets
+from hvdtrain.engines.distributed_optimizer import buckets, use_buckets
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import Announced, remedy
@@ -145,12 +145,16 @@ def repeat(hvd: Any) -> None:
         self: Any, params: Any, named_parameters: Any, compression: Any, backward_passes_per_step: int, op: int,
         gradient_predivide_factor: float, groups: Any, *rest: Any,
     ) -> None:  # fmt: skip
-        if groups is None:
-            groups = buckets([parameter for group in params for parameter in group["params"]])
         make(
             self, params, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor, groups,
             *rest,
         )  # fmt: skip
+        if self._requires_update:  # there are other ranks
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            try:
+                use_buckets(self, list(self._group_counts) or buckets(parameters))
+            except UserError as error:
+                leave(error)
 
     def reduce_dense(self: Any, parameters: Any) -> Any:
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):

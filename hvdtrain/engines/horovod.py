@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hvdtrain.engines import gpu, mpi_end
 from hvdtrain.engines.base import Engine, Reduction, Setting
 from hvdtrain.engines.carried import as_carried, by_horovod, carries_bf16, written
-from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimizer
+from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimizer, use_buckets
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import all_tensors
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, prepare_environment, tuned_environment
@@ -93,7 +93,10 @@ class HorovodEngine(Engine):
     ) -> torch.optim.Optimizer:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         named = [(name, parameter) for name, parameter in named if parameter in own]
-        distributed = distributed_optimizer(self.hvd, optimizer, named, reduction, self.size, fixed_buckets=self.tuning)
+        distributed = distributed_optimizer(self.hvd, optimizer, named, reduction, self.size)
+        if self.tuning and self.size > 1:
+            with self.raising_together("buckets"):  # hosts may have different environments
+                use_buckets(distributed, buckets([parameter for _, parameter in named]))
         self._hows[distributed] = reduction
         self._named[distributed] = [parameter for _, parameter in named]
         self._trained[distributed] = self._hooked[distributed] = [
@@ -132,9 +135,7 @@ class HorovodEngine(Engine):
         self._trained[optimizer] = trained
         optimizer._requires_update = set(trained)
         if optimizer._groups is not None:
-            optimizer._groups = buckets(trained)
-            optimizer._group_counts = {tuple(group): 0 for group in optimizer._groups}
-            optimizer._p_to_group = {p: group for group in optimizer._group_counts for p in group}
+            use_buckets(optimizer, buckets(trained))
         hooked = set(self._hooked[optimizer])
         for parameter in trained:
             if parameter not in hooked:

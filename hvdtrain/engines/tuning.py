@@ -22,7 +22,11 @@ FAST = {
     # Polling interval in milliseconds. The default of 1 ms is a large part of a small model's step. Our build polls only
     # while other ranks are late.
     "HOROVOD_CYCLE_TIME": "0.1",
+    # How many tensors Horovod remembers, and need not negotiate again. Read before there is a model, so more than models
+    # have; the default of RELEASED_CAPACITY is less. Half a megabyte for each rank.
+    "HOROVOD_CACHE_CAPACITY": "65536",
 }
+RELEASED_CAPACITY = "1024"
 # Reduce each bucket of gradients separately. If buckets are fused with others that happen to be ready, the order of the
 # sums changes from run to run.
 # Trap: this also puts every ungrouped tensor into a group of its own, and is not safe with `hvd.join()`: the zeros that a

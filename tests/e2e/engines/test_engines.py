@@ -23,6 +23,28 @@ class NoHorovod:
 sys.meta_path.insert(0, NoHorovod())
 """
 
+MANY = """
+import torch
+from torch import nn
+from hvdtrain import training
+
+def main():
+    flags = training.parser("many", None, epochs=1, batch_size=4).parse()
+    with training.start(flags) as run:
+        parameters = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(3000)])
+        model, optimizer = run.prepare(parameters, torch.optim.SGD(parameters.parameters(), 0.001))
+        for epoch in run.epochs(flags.epochs):
+            for step in run.steps(torch.arange(96.0)):
+                for (batch,) in step.batches():
+                    step.backward(torch.cat(list(parameters)).sum() * batch.mean())
+                step.update()
+    assert parameters[0].tolist() == parameters[2999].tolist() != [1, 1]
+    return run.exit_code
+
+if __name__ == "__main__":
+    training.main(main)
+"""
+
 
 @pytest.fixture
 def without_horovod(tmp_path) -> str:
@@ -83,3 +105,26 @@ def test_ddp_under_every_launcher(launcher, tmp_path, without_horovod):
     assert (result["engine"], result["world_size"], result["samples"]) == ("ddp", 2, 1415)
     if launcher in ("mpirun", "starter"):
         assert "Horovod is not installed here; `make setup` builds it" in done.stdout.splitlines()[0], done
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("mpirun", 2),
+        ("starter", 3),
+        pytest.param("mpirun", 3, marks=pytest.mark.slow),
+        pytest.param("starter", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_more_gradients_than_horovod_remembers(launcher, ranks, tmp_path):
+    """They were one bucket, and the ranks hung or crashed in the second step."""
+    (tmp_path / "many.py").write_text(MANY)
+    start = f"{LAUNCHERS[launcher].format(ranks=ranks)} {PYTHON} many.py --no-progress --output-dir"
+    done = launch(f"{start} {tmp_path / 'out'}", cwd=tmp_path)
+    assert done.code == 0, done
+    assert summary(tmp_path / "out")["steps"] == 24 // ranks
+    if launcher == "mpirun":
+        return
+    small = launch(f"{start} {tmp_path / 'small'}", cwd=tmp_path, HOROVOD_CACHE_CAPACITY="2000")
+    refused = "HOROVOD_CACHE_CAPACITY is 2000, too small for 3000 gradients: set it to 3256 or more, or to 0"
+    assert (small.code, small.stderr) == (2, f"many: error: {refused}\n"), small

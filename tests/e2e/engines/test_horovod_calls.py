@@ -52,3 +52,13 @@ def test_a_job_ends_whenever_its_ranks_do(launcher, way):
         start = LAUNCHERS[launcher].format(ranks=3 - seed % 2)
         done = launch(f"{start} {PYTHON} {program} {way} {seed}", HOROVOD_WAKE_ON_ENQUEUE="1", **TUNED)
         assert (done.code, done.left_behind) == (0, 0), (seed, done)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_a_group_of_more_tensors_than_horovod_remembers(launcher, ranks):
+    """As released, ranks forgot different ones, and hung or crashed."""
+    program = shlex.quote(str(ROOT / "tests" / "horovod_calls" / "groups.py"))
+    start = LAUNCHERS[launcher].format(ranks=ranks)
+    done = launch(f"{start} {PYTHON} {program} 1500", HOROVOD_DISABLE_GROUP_FUSION="1", **TUNED)
+    assert done.code == 0, done

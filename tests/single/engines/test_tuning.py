@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvdtrain.checkpoint.resume import LOCK_SECONDS
-from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets
+from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets, refuse_small_cache
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.gloo import refuse_absent_server, refuse_unknown_own_name
 from hvdtrain.engines.tuning import ABORT_DELAY, tuned_environment
@@ -18,14 +18,15 @@ def test_everything_is_set_where_nothing_was():
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "HOROVOD_WAKE_ON_ENQUEUE": "1",
         "HOROVOD_CYCLE_TIME": "0.1",
+        "HOROVOD_CACHE_CAPACITY": "65536",
         "HOROVOD_DISABLE_GROUP_FUSION": "1",
     }
 
 
 def test_what_the_user_set_stays():
     assert "HOROVOD_CYCLE_TIME" not in tuned_environment({"HOROVOD_CYCLE_TIME": "5"})
-    mine = {"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_DISABLE_GROUP_FUSION": "0"}
-    assert tuned_environment(mine | {"HOROVOD_WAKE_ON_ENQUEUE": "0"}) == {}
+    chosen = {"HOROVOD_CYCLE_TIME": "", "OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_DISABLE_GROUP_FUSION": "0"}
+    assert tuned_environment(chosen | {"HOROVOD_WAKE_ON_ENQUEUE": "0", "HOROVOD_CACHE_CAPACITY": "2000"}) == {}
 
 
 def test_a_rank_of_a_killed_mpirun_has_ended_before_the_next_attempt_gives_up():
@@ -41,6 +42,26 @@ def test_buckets_hold_every_trainable_parameter_once_last_layer_first():
     assert [[p.numel() for p in group] for group in buckets(parameters, limit=8 * 4)] == [[1], [100], [5, 3]]
     assert len(buckets(parameters, limit=10**6)) == 1
     assert buckets([], limit=8) == []
+    small = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2500)]
+    assert [len(group) for group in buckets(small)] == [1000, 1000, 500]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "gradients"),
+    [(None, 700), ("0", 9000), ("65536", 65_000), ("3300 ", 3000), ("many", 9000), ("-1", 9000)],
+)
+def test_gradients_that_fit_into_horovods_cache(capacity, gradients):
+    refuse_small_cache(gradients, {} if capacity is None else {"HOROVOD_CACHE_CAPACITY": capacity})
+
+
+@pytest.mark.parametrize(("capacity", "gradients"), [(None, 1000), ("1024", 3000), ("65536", 70_000), ("8e3", 3000)])
+def test_a_cache_too_small_for_the_gradients_is_refused(capacity, gradients):
+    """Ranks would forget different members of a group, and hang or crash."""
+    said = (
+        rf"^HOROVOD_CACHE_CAPACITY is [0-9]+, too small for {gradients} gradients: set it to {gradients + 256} or more"
+    )
+    with pytest.raises(UserError, match=said):
+        refuse_small_cache(gradients, {} if capacity is None else {"HOROVOD_CACHE_CAPACITY": capacity})
 
 
 def test_the_last_bucket_is_a_small_part_of_a_model():
