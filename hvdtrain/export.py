@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint import extra_states, loading, reading, remote
+from hvdtrain.checkpoint import extra_states, loading, mirror, reading
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.cli import Parser, place
 from hvdtrain.engines.errors import UserError
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
     kind = exporting.require_kind(flags.to)
-    with remote.local(flags.run, "the run at", warn, best=flags.best) as path:
+    with mirror.local(flags.run, "the run at", best=flags.best) as path:
         if flags.best and path == flags.run:
             facts, tensors = reading.best(path, str(flags.run), warn)
         else:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
-from hvdtrain.checkpoint import loading, reading, remote
+from hvdtrain.checkpoint import loading, mirror, reading
 from hvdtrain.datasets import text, vocabularies
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
@@ -243,7 +243,7 @@ def sample(flags: Flags) -> int:
     named = flags.output_dir if flags.resume in ("auto", "never") else flags.resume
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
-    with remote.local(named, "--sample from", warn) as path:
+    with mirror.local(named, "--sample from") as path:
         facts, tensors = reading.find(path, f"--sample from {named}", warn, keep_names=True)
     try:
         vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])

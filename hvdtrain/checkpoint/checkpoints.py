@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoint import Facts
@@ -29,6 +29,9 @@ from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
 
+if TYPE_CHECKING:
+    from hvdtrain.checkpoint.mirror import Mirror
+
 
 class Checkpoints:
     """Saves the parts of a run, and restores them. The constructor raises UserError on rank 0 only.
@@ -36,8 +39,15 @@ class Checkpoints:
     metrics: by name; the first one determines the best checkpoint.
     """
 
-    def __init__(self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput):
-        self.engine, self.output, self._keep = engine, output, flags.keep
+    def __init__(
+        self,
+        engine: Engine,
+        flags: Flags,
+        metrics: Mapping[str, Metric],
+        output: RunOutput,
+        mirror: "Mirror | None" = None,
+    ):
+        self.engine, self.output, self.mirror, self._keep = engine, output, mirror, flags.keep
         self._metrics = dict(metrics)
         self.resume = Resume(engine, flags, output)  # the checkpoint to resume from
         self.writes = self.resume.writes
@@ -151,6 +161,8 @@ class Checkpoints:
                 if self.writes:
                     about = {"automatic": automatic, "best": score, "ended": ended}
                     self._save(state, source, moment, about)
+                    if self.mirror is not None:
+                        self.mirror.require_own()
                 else:
                     self.objects.restore_settings()  # a stop in an evaluation may save before `run.epochs`
 

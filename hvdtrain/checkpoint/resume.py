@@ -83,13 +83,13 @@ class Resume:
 
     def _open_to_evaluate(self, evaluate: Path | str) -> None:
         """Read a checkpoint of a run that may still be training: nothing of it is changed."""
-        from hvdtrain.checkpoint import reading, remote
+        from hvdtrain.checkpoint import mirror, reading
 
         output_dir = self._flags.output_dir
         if output_dir is not None and (output_dir / "checkpoints").exists():
             remedy = "name another one for the record of the evaluation, or leave it out"
             raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {remedy}")
-        with remote.local(evaluate, "--evaluate", self._warn) as path:
+        with mirror.local(evaluate, "--evaluate") as path:
             self._content = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
 
     def _take(self, directory: Path) -> None:

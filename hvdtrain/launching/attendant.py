@@ -1,4 +1,4 @@
-"""A process that a rank starts beside training, as for --mirror and --debug-page, and that takes no time from the rank."""
+"""A process that a rank starts beside training, as for --debug-page, and that takes no time from the rank."""
 
 import json
 import os

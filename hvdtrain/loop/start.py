@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
-from hvdtrain.flags import Flags
+from hvdtrain.flags import Flags, is_url
 from hvdtrain.guards.monitor import monitor_ranks, remember_ignored
 from hvdtrain.guards.start_limit import limited_start
 from hvdtrain.guards.timeouts import HangTimeouts
@@ -33,6 +33,9 @@ from hvdtrain.loop.stopping import Stopped, Stopping
 from hvdtrain.models import compile_cache
 from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.run_output import RunOutput
+
+if TYPE_CHECKING:
+    from hvdtrain.checkpoint.mirror import Mirror
 
 _running: list[bool] = []  # one, inside `start`
 
@@ -169,13 +172,13 @@ def features_of(
     return features
 
 
-def mirrored(engine: Engine, flags: Flags, output: RunOutput) -> Callable[[Callable[[], None]], None]:
-    """Begin to copy the run to --mirror, if that is asked for, and return what ends it. A collective."""
-    if flags.mirror is None and not (isinstance(flags.resume, str) and "://" in flags.resume):
-        return lambda heartbeat: None
+def mirrored(engine: Engine, flags: Flags, output: RunOutput) -> "Mirror | None":
+    """Begin to copy the run to --mirror, if that is asked for. A collective."""
+    if flags.evaluate is not None or (flags.mirror is None and not is_url(flags.resume)):
+        return None
     from hvdtrain.checkpoint.mirror import Mirror
 
-    return Mirror(engine, flags, output).end
+    return Mirror(engine, flags, output)
 
 
 def kind_of_run(flags: Flags) -> type[Run]:
@@ -198,9 +201,9 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         tensorboard=flags.tensorboard,
         track_as=(flags.track, flags.program) if flags.track else None,
     )
-    end_mirror = mirrored(engine, flags, output)
+    mirror = mirrored(engine, flags, output)
     with engine.raising_together("start"):
-        checkpoints = Checkpoints(engine, flags, metrics, output)
+        checkpoints = Checkpoints(engine, flags, metrics, output, mirror)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
         leftovers.sweep()  # of earlier attempts of this run that were killed
     compile_cache.use_private()  # for a program that calls torch.compile itself
@@ -231,7 +234,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
             run.say(
                 f"warning: this process has trained into {flags.output_dir} before, and continues that run: {remedy}"
             )
-        with carried_out(run, end_mirror):
+        with carried_out(run):
             with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
                 yield run
             run.finish(warn_of=metrics if named else ())
@@ -239,7 +242,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
 
 
 @contextlib.contextmanager
-def carried_out(run: Run, end_mirror: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+def carried_out(run: Run) -> Iterator[None]:
     """Context manager around a training and its end."""
     checkpoints, failed = run.checkpoints, True
     try:
@@ -253,7 +256,8 @@ def carried_out(run: Run, end_mirror: Callable[[Callable[[], None]], None]) -> I
         run.phase = Phase.ENDED
         with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
             checkpoints.release(run.stopping.heartbeat)
-            end_mirror(run.stopping.heartbeat)
+            if checkpoints.mirror is not None:
+                checkpoints.mirror.end(run.stopping.heartbeat)
         for feature in run.features.all:
             feature.close(failed=failed)
         if loading := sys.modules.get("hvdtrain.inputs.loading"):  # else there are no workers
