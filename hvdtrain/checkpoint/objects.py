@@ -51,7 +51,7 @@ class Objects(Part):
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def ready(self) -> None:
-        self._prepared.require_same_groups()
+        self._prepared.require_same_parameters()
 
     def save(self, content: Content) -> None:
         self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
@@ -94,7 +94,8 @@ class Objects(Part):
         if self._resume.lengthened:  # a new scheduler, as `schedules.redone` makes one, takes this as its initial rate
             for optimizer, saved in zip(optimizers, self._saved, strict=True):
                 for group, theirs in zip(optimizer.param_groups, saved, strict=True):
-                    group["lr"] = copy.deepcopy(theirs.get("initial_lr", group["lr"]))
+                    if "initial_lr" in theirs:
+                        group["lr"] = copy.deepcopy(theirs["initial_lr"])
 
     def restore_settings(self, only: Sequence[torch.optim.Optimizer] | None = None) -> None:
         """Give the optimizers the checkpoint's settings. only: these, whose scheduler is registered, and has set the

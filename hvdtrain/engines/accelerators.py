@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hvdtrain.engines.errors import UserError
+
 LARGEST_PINNED = 2**26  # bytes: not a whole data set, because torch keeps pinned memory for later copies
 CPU = torch.device("cpu")
 
@@ -100,3 +102,19 @@ def read(values: "list[Tensor | float]") -> list[float]:
 def exact(value: object) -> Tensor:
     """Return `value` as a tensor. A number keeps its digits, also where torch's default dtype is a short one."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+
+
+def recorded(call: str, name: str, value: object) -> Tensor:
+    """Return a value that the program records as a tensor. Raises UserError if it is no number, and no tensor of numbers.
+
+    call: which it was given to, such as "run.record".
+    """
+    try:
+        if hasattr(value, "filled"):  # numpy's masked arrays: torch would take the values below the mask
+            raise TypeError
+        tensor = exact(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        raise UserError(f"{call}({name}=...) got a {type(value).__name__}: give it a real number, or a tensor of them")
+    return tensor.detach()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.modules import flatten, running_statistics, unflatten
+from hvdtrain.engines.modules import flatten, unflatten
 from hvdtrain.engines.portable import flattened
 
 Facts = dict[str, Any]  # JSON
@@ -120,10 +120,6 @@ class Collectives(ABC):
             if other != values[0]:
                 message = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
                 raise UserError(message, everywhere=True)
-
-    def average_buffers(self, model: nn.Module) -> None:
-        """Replace batch norm's running statistics with their mean over ranks. One all-reduce."""
-        self.average_(running_statistics([model]))
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace floating-point tensors with their mean over ranks. One all-reduce."""

@@ -68,19 +68,21 @@ def is_extra(name: str, value: object) -> bool:
 
 
 def running_statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return batch norm's running statistics in `modules`, in order.
+    """Return batch norm's running statistics in `modules`, in order."""
+    layers = (layer for module in modules for layer in module.modules())
+    return list({id(buffer): buffer for layer in layers for buffer in statistics_of_layer(layer).values()}.values())
+
+
+def statistics_of_layer(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the running statistics of a batch norm by name; {} for any other layer.
 
     Also of layers that are not torch's and do as batch norm does: their buffers are called running_..., and there is a
     momentum. FrozenBatchNorm has none. A buffer of any other layer, such as a mask, is no statistic of the samples.
     """
-    statistics: dict[int, Tensor] = {}
-    for module in modules:
-        for layer in module.modules():
-            if isinstance(layer, _NormBase) or hasattr(layer, "momentum") or hasattr(layer, "num_batches_tracked"):
-                for name, buffer in layer.named_buffers(recurse=False):
-                    if name.startswith("running_") and buffer.is_floating_point():
-                        statistics[id(buffer)] = buffer
-    return list(statistics.values())
+    if not (isinstance(layer, _NormBase) or hasattr(layer, "momentum") or hasattr(layer, "num_batches_tracked")):
+        return {}
+    buffers = dict(layer.named_buffers(recurse=False))
+    return {name: one for name, one in buffers.items() if name.startswith("running_") and one.is_floating_point()}
 
 
 def flatten(buffers: Iterable[Tensor]) -> Tensor:

@@ -1,14 +1,17 @@
 """Evaluations: each rank's part of a test set, and means over the samples of all ranks."""
 
 import contextlib
+import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from hvdtrain.engines.accelerators import exact, read
+from hvdtrain.engines.accelerators import read, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch
@@ -23,15 +26,81 @@ class CutShort(BaseException):
     """Raised to end an evaluation early on this rank after a stop request. `Evaluations.block` catches it."""
 
 
+# What a mean may go through and still be one: not a product, such as the mean times the number of samples.
+SAME_VALUE = frozenset({"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy"})
+
+
+class Means(TorchFunctionMode):
+    """Notes which scalars are means over a batch: `run.record` would take them for sums, and 0.67 of 8 samples for 0.08.
+
+    Up to the first `run.record`, because a program records the same in each batch. Not in a program that has used
+    torch.compile, which would compile again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._means: dict[int, object] = {}  # by id; kept, so that no other object gets the same one
+        self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
+
+    def __enter__(self) -> "Means":
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None or not dynamo.counters["frames"]:
+            super().__enter__()  # type: ignore[no-untyped-call] # torch's own
+            self._depth = torch._C._len_torch_function_stack()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._depth is not None:
+            self._depth = None
+            super().__exit__(*error)  # type: ignore[no-untyped-call] # torch's own
+
+    def stop(self) -> None:
+        """Watch no longer. Does nothing where the program has entered such a mode, too, and not left it."""
+        if self._depth == torch._C._len_torch_function_stack():
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if isinstance(result, float) or (isinstance(result, Tensor) and not result.ndim):
+            passed_on = name in SAME_VALUE and bool(args) and id(args[0]) in self._means
+            if passed_on or name == "mean" or is_mean_loss(func, args, kwargs or {}):
+                self._means[id(result)] = result
+        return result
+
+    def has(self, value: object) -> bool:
+        """Return whether `value` is a mean."""
+        return id(value) in self._means
+
+
+def is_share(value: object, samples: int) -> bool:
+    """Return whether a number, which another library may have made, is a share of the samples, such as an accuracy."""
+    return isinstance(value, float) and 0 < value < 1 and abs(value * samples - round(value * samples)) < 1e-9
+
+
+def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether this call of a loss in torch.nn.functional takes the mean."""
+    if getattr(func, "__module__", "") != "torch.nn.functional":
+        return False
+    parameters = inspect.signature(func).parameters
+    given = dict(zip(parameters, args, strict=False)) | named
+    return "reduction" in parameters and given.get("reduction", parameters["reduction"].default) in (
+        "mean",
+        "batchmean",
+    )
+
+
 class Evaluation:
     """The state of one `Evaluating.evaluating` block.
 
     data: see there. batches: of it, on this rank; None: it is a number of samples. heartbeat: called for each
-    batch.
+    batch. means: notices those that are given without their count.
     """
 
-    def __init__(self, engine: Engine, data: Any, batches: Iterator[Batch] | None, heartbeat: Callable[[], None]):
+    def __init__(
+        self, engine: Engine, data: Any, batches: Iterator[Batch] | None, heartbeat: Callable[[], None], means: Means
+    ):  # fmt: skip
         self._engine, self._data, self._loaded, self._heartbeat = engine, data, batches, heartbeat
+        self._means = means
         self.whole = batches is None  # the script has one part of a number of samples, not batches
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}  # by name, the sum of `count`, if that was given
@@ -63,24 +132,33 @@ class Evaluation:
             raise UserError("run.predict() before the first batch: call it in the loop over the batches")
         return self._indices
 
-    def add(self, values: Mapping[str, Tensor | float], count: Tensor | float | None) -> None:
+    def add(self, values: Mapping[str, Any], count: Tensor | float | None) -> None:
         """Add values: sums over samples, or one value per sample. count: the number of items in each of these sums."""
         self._heartbeat()
         for name, value in values.items():
             if name in self._sums and (count is not None) != (name in self._counts):
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
-            given = exact(value).detach()
-            has_rows = given.ndim > 0 and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1)
-            if given.ndim > 1 and count is None:  # [b, ...], such as pixels or tokens: the mean of each sample
-                given = given.to(torch.float64).flatten(1).mean(1)
-            if has_rows:
+            given = recorded("run.record", name, value)
+            samples = self._held() if self.whole else self._in_batch
+            if (
+                not given.ndim
+                and samples > 1
+                and (self._means.has(value) or (count is None and is_share(value, samples)))
+            ):
+                remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
+                raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
+            if given.ndim and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1):
                 self._rows[name] = self._rows.get(name, 0) + len(given)
             else:
                 self._rows_in_sums[name] = self._rows_in_sums.get(name, 0) + self._in_batch
-            total = given.to(torch.float64).sum()
+            given = given.to(torch.float64)
+            if given.ndim > 1 and given.numel() and count is None:  # of a sample's pixels, tokens or labels: their mean
+                given = given.flatten(1).mean(1)
+            total = given.sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             if count is not None:
                 self._counts[name] = self._counts[name] + count if name in self._counts else count
+        self._means.stop()
 
     def _counted(self, name: str) -> int:
         """Return by how many samples of this rank the sum of a metric is divided: as many as there are values of it, where a
@@ -128,8 +206,8 @@ class Evaluation:
         names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
         if not names:
             raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
-        for rank, (recorded, _, _, samples) in enumerate(everyone):
-            missing = [name for name in names if name not in recorded and name not in counted]
+        for rank, (own, _, _, samples) in enumerate(everyone):
+            missing = [name for name in names if name not in own and name not in counted]
             if samples and missing:
                 remedy = "record it on every rank, or give the number of its values as count="
                 raise UserError(
@@ -148,11 +226,11 @@ class Evaluations:
         self.current: Evaluation | None = None  # inside `block`
         self.last: Evaluation | None = None
 
-    def _share_buffers(self, averaged: list[torch.nn.Module]) -> None:
+    def _share_buffers(self, averaged: Mapping[str, torch.nn.Module]) -> None:
         """Make the buffers the same on all ranks. A collective. averaged: registered modules."""
         run = self._run
         # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
-        modules = averaged if run.prepared().weights_of_all is None else []
+        modules = averaged if run.prepared().weights_of_all is None else {}
         self.buffers.share((run.state.epoch, run.state.step, run.in_steps), modules)
         if line := self.buffers.warning():
             run.say(line)
@@ -166,20 +244,23 @@ class Evaluations:
             raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
         run.metrics_logger.evaluation(run.data.input)
         began = time.perf_counter()
-        averaged = [what for what in run.checkpoints.registered.values() if isinstance(what, torch.nn.Module)]
+        registered = run.checkpoints.registered
+        averaged = {name: what for name, what in registered.items() if isinstance(what, torch.nn.Module)}
+        prepared.require_same_parameters()
         if self._shares:
             self._share_buffers(averaged)
         whole = isinstance(data, int) and not isinstance(data, bool)
         batches = None if whole else run.data.evaluated(data)
-        self.current = self.last = evaluation = Evaluation(run.engine, data, batches, self._go_on)
-        models = (*prepared.replicas, *averaged)
+        means = Means()
+        self.current = self.last = evaluation = Evaluation(run.engine, data, batches, self._go_on, means)
+        models = (*prepared.replicas, *averaged.values())
         modes = [(module, module.training) for model in models for module in model.modules()]
         for model in models:
             model.eval()
         seed_generators(mixed_seed(run.flags.seed, "evaluate", run.state.step, run.rank), run.device)
         try:
             during = run.engine.activity.during("evaluation")
-            with run.shared_weights(), during, torch.no_grad(), run.autocast():
+            with run.shared_weights(), during, torch.no_grad(), run.autocast(), means:
                 yield evaluation.mine()
         except CutShort:
             pass
@@ -246,13 +327,14 @@ class Evaluating(Epochs):
         current = self.evaluations.current if self._shared is not None else None
         if current is not None:
             current.add(values, count)
-        elif self.metrics_logger.unwritten and all(torch.as_tensor(value).numel() == 1 for value in values.values()):
-            self.metrics_logger.amend({name: float(value) for name, value in values.items()})
-        else:
+            return
+        given = {name: recorded("run.record", name, value) for name, value in values.items()}
+        if not self.metrics_logger.unwritten or any(value.numel() != 1 for value in given.values()):
             raise UserError(
                 "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
                 "(training metrics go to step.record())"
             )
+        self.metrics_logger.amend({name: float(value) for name, value in given.items()})
 
     # ---- what evaluations and features use
 

@@ -53,7 +53,7 @@ class Loop(RunBase):
         another epoch may be others, of another length or with other batches.
         """
         self.require_head()
-        self.prepared().require_same_groups()
+        self.prepared().require_same_parameters()
         self.phase = Phase.STEPS
         return self._steps(of_epoch(self, data, changes))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import named_parameters
 
 ADDED = (
     "a parameter was added to an optimizer after run.prepare(): create the optimizer with all of its parameters, and freeze "
@@ -50,9 +51,13 @@ class Prepared:
         # Where ranks have other weights within an epoch: a context in which they have those that all share.
         self.weights_of_all: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
-    def require_same_groups(self) -> None:
-        """Raise UserError for a parameter that was added to an optimizer after `prepare`: its gradient would not be
-        reduced."""
+    def require_same_parameters(self) -> None:
+        """Raise UserError for a parameter that was added to an optimizer after `prepare`, whose gradient would not be
+        reduced, or that a model has no longer: the optimizer would go on with it."""
+        now = {parameter for _, parameter in named_parameters(self.models)}
+        if lost := [name for parameter, name in self._names.items() if parameter not in now]:
+            remedy = "replace layers before run.prepare(), or copy_() other weights into them"
+            raise UserError(f"the model has lost {lost[0]}, which run.prepare() was given: {remedy}")
         for optimizer, trained in self.trained.items():
             if not set(trained).issuperset(parameters_of(optimizer)):
                 raise UserError(ADDED)
@@ -86,6 +91,7 @@ class Prepared:
         missing = [self._names[p] for p in self.trained[optimizer] if p.grad is None and p.requires_grad]
         signals = self.engine.tells_missing_gradients and self.engine.size > 1
         if missing and not self._zero_for_missing and not signals:
+            self.require_same_parameters()
             raise UserError(self._about_missing(missing))
         return missing
 

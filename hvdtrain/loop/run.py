@@ -86,6 +86,7 @@ class Run(Evaluating):
         some parameters may get no gradient in some steps (costs one small message per step).
         """
         self._require_running("run.prepare()")
+        require_default_device()
         if self._shared is not None:
             remedy = "give it all models and optimizers at once; another training, such as the next fold, is another"
             raise UserError(f"run.prepare() was called twice: {remedy} training.start()")

@@ -4,14 +4,20 @@ Batch norm's running statistics are averaged. Of any other buffer that differs, 
 of its rank, every rank takes rank 0's, as DistributedDataParallel does in every forward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.checkpoint.checksums import checksum
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.modules import kind_of, own_name, prefixes, running_statistics
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import kind_of, own_name, prefixes, running_statistics, statistics_of_layer
+
+COUNTER = "num_batches_tracked"  # of the batches that a batch norm's statistics are of
+NONE: Mapping[str, nn.Module] = {}
+ALIKE = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
 
 
 def give_memory(model: nn.Module) -> None:
@@ -26,6 +32,15 @@ def give_memory(model: nn.Module) -> None:
             module._buffers[name] = own
 
 
+class NamedBuffer(NamedTuple):
+    """A buffer, and the layer that has it."""
+
+    tensor: Tensor
+    layer: nn.Module
+    is_statistic: bool  # a running statistic of batch norm
+    saved: bool  # whether checkpoints have it
+
+
 class SharedBuffers:
     """The buffers of a run's models."""
 
@@ -36,7 +51,7 @@ class SharedBuffers:
         self._unlike: list[str] = []  # of other buffers: those that differed between ranks when that was first noticed
         self._warned = False
 
-    def share(self, position: object, registered: Sequence[nn.Module]) -> None:
+    def share(self, position: object, registered: Mapping[str, nn.Module]) -> None:
         """Make the buffers the same on all ranks, for an evaluation. A collective.
 
         position: in training; a resume repeats all evaluations of the same one. See `restore_own`. registered: modules with
@@ -44,48 +59,73 @@ class SharedBuffers:
         """
         if position != self._shared_at:
             self._shared_at, self._own = position, {}
-        of_models = running_statistics(self._models)
-        known = {id(tensor) for tensor in of_models}
-        others = [tensor for tensor in running_statistics(registered) if id(tensor) not in known]
-        self._keep([*of_models, *others])
-        for model in self._models:
-            self._engine.average_buffers(model)
-        self._engine.average_(others)
-        self.take_rank_0s()
+        self._keep(running_statistics([*self._models, *registered.values()]))
+        self.make_alike(registered)
 
-    def take_rank_0s(self) -> None:
-        """Copy rank 0's buffers to every rank where they differ, without running statistics. A collective.
+    def make_alike(self, registered: Mapping[str, nn.Module] = NONE) -> None:
+        """Average running statistics that differ between ranks, and copy rank 0's of other buffers that do. A collective.
 
-        Buffers that have other shapes on another rank, such as tables as long as the longest sequence so far, stay as they
-        are.
+        Of a layer that has counted other batches than on rank 0, as after update_bn on one rank alone, rank 0's statistics
+        are taken.
         """
-        mine, unlike = self.compare()
-        self._keep([mine[name] for name in unlike])
-        for name in unlike:
-            self._engine.broadcast_(mine[name], f"buffers.{name}")
+        buffers, differing = self.compare(registered)
+        self._keep([buffers[name].tensor for name in differing])
+        counted_otherwise = {buffers[name].layer for name in differing if name.endswith(COUNTER)}
+        # Those that are equal keep their bits: three equal numbers, added up and divided by three, may give another one.
+        means = [
+            name for name in differing if buffers[name].is_statistic and buffers[name].layer not in counted_otherwise
+        ]
+        self._engine.average_([buffers[name].tensor for name in means])
+        for name in differing:
+            if name not in means:
+                self._engine.broadcast_(buffers[name].tensor, f"buffers.{name}")
 
-    def compare(self) -> tuple[dict[str, Tensor], list[str]]:
-        """Return this rank's buffers without running statistics, by name, and which differ between ranks. A collective."""
+    def _named(self, registered: Mapping[str, nn.Module]) -> dict[str, NamedBuffer]:
+        """Return each buffer that ranks should have in common, once: of the models all, of registered modules the
+        statistics, and of how many batches these are."""
+        modules = [(prefix, model) for prefix, model in zip(prefixes(self._models), self._models, strict=True)]
+        modules += [(f"{name}.", module) for name, module in registered.items()]
+        named, known = dict[str, NamedBuffer](), set[int]()
+        for number, (prefix, module) in enumerate(modules):
+            for path, layer in module.named_modules():
+                statistics = statistics_of_layer(layer)
+                for name, tensor in layer.named_buffers(recurse=False):
+                    shared = number < len(self._models) or name in statistics or (statistics and name == COUNTER)
+                    if not shared or id(tensor) in known or tensor.layout is not torch.strided:
+                        continue
+                    known.add(id(tensor))
+                    full = prefix + own_name(f"{path}.{name}" if path else name)
+                    saved = name not in layer._non_persistent_buffers_set
+                    named[full] = NamedBuffer(tensor, layer, name in statistics, saved)
+        return named
+
+    def compare(self, registered: Mapping[str, nn.Module] = NONE) -> tuple[dict[str, NamedBuffer], list[str]]:
+        """Return this rank's buffers by name, and the names of those that differ between ranks. A collective.
+
+        Buffers that no checkpoint has may be missing on a rank, or have other shapes, such as tables as long as the longest
+        sequence so far: they stay as they are. Raises UserError on every rank for others.
+        """
         if self._engine.size == 1:
             return {}, []
-        statistics = {id(tensor) for tensor in running_statistics(self._models)}
+        named = self._named(registered)
+        sums = torch.stack([checksum(buffer.tensor) for buffer in named.values()]).tolist() if named else []
         mine = {
-            prefix + own_name(name): buffer
-            for prefix, model in zip(prefixes(self._models), self._models, strict=True)
-            for name, buffer in model.named_buffers()
-            if id(buffer) not in statistics and buffer.layout is torch.strided
+            name: [kind_of(buffer.tensor), each, buffer.saved]
+            for (name, buffer), each in zip(named.items(), sums, strict=True)
         }
-        sums = torch.stack([checksum(buffer) for buffer in mine.values()]).tolist() if mine else []
-        facts = {name: [kind_of(buffer), each] for (name, buffer), each in zip(mine.items(), sums, strict=True)}
-        everyone = self._engine.all_gather_object(facts, "buffers")
-        unlike = [
-            name
-            for name, (kind, each) in everyone[0].items()
-            if all(name in theirs and theirs[name][0] == kind for theirs in everyone)
-            and any(theirs[name][1] != each for theirs in everyone)
-        ]
-        self._unlike = self._unlike or unlike
-        return mine, unlike
+        everyone = self._engine.all_gather_object(mine, "buffers")
+        differing = []
+        for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+            kinds = [theirs[name][0] if name in theirs else "nothing" for theirs in everyone]
+            other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+            if other is None:
+                if any(theirs[name][1] != everyone[0][name][1] for theirs in everyone):
+                    differing.append(name)
+            elif any(theirs[name][2] for theirs in everyone if name in theirs):
+                message = f"the buffer {name} is {kinds[0]} on rank 0, and {kinds[other]} on rank {other}"
+                raise UserError(f"{message}: {ALIKE}", everywhere=True)
+        self._unlike = self._unlike or [name for name in differing if not named[name].is_statistic]
+        return named, differing
 
     def warning(self) -> str | None:
         """Return, once, what to tell the author about buffers that differed between ranks; None: nothing."""

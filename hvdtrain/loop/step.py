@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.engines.accelerators import exact
+from hvdtrain.engines.accelerators import exact, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Input
@@ -95,18 +95,21 @@ class Step:
         self._passes = 0  # backward passes in this loop
         self._reduced: dict[torch.optim.Optimizer, bool] = {}  # not yet applied; False: they are not finite
         self._updated: set[torch.optim.Optimizer] = set()
+        self._unscaled: set[torch.optim.Optimizer] = set()  # with --amp fp16: since the last update of the scaler
         self._uncounted: set[torch.optim.Optimizer] = set()  # those with a backward pass without `count`
         self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first optimizer. Setting it sets the rate of every optimizer."""
-        return float(self._shared.prepared.optimizers[0].param_groups[0]["lr"])
+        """The learning rate of the first optimizer; NaN if it has none. Setting it sets the rate of every optimizer."""
+        return float(self._shared.prepared.optimizers[0].param_groups[0].get("lr", math.nan))
 
     @lr.setter
     def lr(self, rate: float) -> None:
         for optimizer in self._shared.prepared.optimizers:
             for group in optimizer.param_groups:
+                if "lr" not in group:
+                    raise UserError(f"step.lr: {type(optimizer).__name__} has no learning rate: leave it out")
                 group["lr"] = rate
 
     # ---- micro-batches
@@ -184,6 +187,10 @@ class Step:
         if self._outputs is not None:
             self._outputs.end()
         self._reduce()
+        if prepared.scaler.is_enabled():  # here, for whatever is done with gradients before the update
+            for one in self.backwards:
+                prepared.scaler.unscale_(one)
+                self._unscaled.add(one)
         for reduced in shared.features.reduced:
             reduced(self)
 
@@ -248,6 +255,9 @@ class Step:
                 raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
             if one not in self.backwards and one in self._updated:  # another update in the same step
                 prepared.zero_grads[one]()
+                if one in self._unscaled and not self._reduced:  # GradScaler unscales each once between its updates
+                    prepared.scaler.update()
+                    self._unscaled.clear()
             prepared.pending.add(one)
             self.backwards[one] = self.backwards.get(one, 0) + 1
 
@@ -357,9 +367,8 @@ class Step:
             prepared.updating = True
             with prepared.engine.stepping(one):
                 if clip_norm is not None:
-                    prepared.scaler.unscale_(one)
                     self.gradient_norm = torch.nn.utils.clip_grad_norm_(prepared.trained[one], clip_norm)
-                prepared.scaler.step(one)  # unscales; skips the step after an overflow, the same on all ranks
+                prepared.scaler.step(one)  # skips the step after an overflow, the same on all ranks
             prepared.updating = False
         shared.engine.activity.update()
 
@@ -375,7 +384,7 @@ class Step:
         if not self.logged:
             return
         for name, value in values.items():
-            mean = exact(value).detach().float().mean()
+            mean = recorded("step.record", name, value).float().mean()
             self._add("reported_loss" if name == "loss" else name, mean, batch.count)
 
     def require_complete(self) -> None:

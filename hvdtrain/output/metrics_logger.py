@@ -1,5 +1,6 @@
 """Records and prints the steps, epochs and evaluations of a run, with the metric names of the script."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ class MetricsLogger:
             samples=state.samples,
             **state.train,
             loss_rank0=value / max(count, 1),
-            learning_rate=step.lr,
+            **({} if math.isnan(rate := step.lr) else {"learning_rate": rate}),
             **extra,
             **window.rates,
         )

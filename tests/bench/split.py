@@ -77,7 +77,7 @@ counted(step, "finite", "guards")
 counted(Stopping, "decide", "guards")
 counted(Replicas, "compare", "guards")
 counted(Checkpoints, "save", "checkpoints")
-counted(Engine, "average_buffers", "evaluation")
+counted(Engine, "average_", "evaluation")
 count_steps()
 sys.argv[0] = "hvdtrain/mnist.py"
 

@@ -157,6 +157,27 @@ def test_an_evaluation_averages_running_statistics_and_nothing_else(engine, caps
     assert (said in capsys.readouterr().out) == (engine.size > 1 and engine.rank == 0)
 
 
+def test_statistics_that_are_equal_keep_their_bits_and_those_of_one_rank_alone_are_told(engine, capsys):
+    """Three times 0.1, divided by three, is another float32. And torch's update_bn on rank 0 alone counts no other's."""
+    with a_run(engine, epochs=1) as run:
+        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).double().requires_grad_(False).eval())
+        net[1].running_mean.fill_(0.1)
+        run.prepare(net, torch.optim.SGD(net[0].parameters(), lr=0.1))
+        average = torch.optim.swa_utils.AveragedModel(nn.Sequential(nn.BatchNorm1d(3)))
+        run.register(average=average)
+        fit(run, [X], lambda step, x: net[0](x).square().mean())
+        if engine.rank == 0:
+            torch.optim.swa_utils.update_bn(X.split(4), average)
+        own = average.module[0].running_mean.clone()
+        with run.evaluating(N) as mine:
+            run.record(loss=X[mine, 0])
+    assert bits(net[1].running_mean) == bits(torch.full((3,), 0.1, dtype=torch.float64))
+    of_rank_0 = engine.broadcast_object(bits(own), "own")
+    assert engine.all_gather_object(bits(average.module[0].running_mean), "means") == [of_rank_0] * engine.size
+    said = "warning: the buffer average.module.0.num_batches_tracked differs between ranks, and rank 0's"
+    assert (said in capsys.readouterr().out) == (engine.size > 1 and engine.rank == 0)
+
+
 def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(engine, shared_directory):
     """The checkpoint is one of twice as many ranks, whose statistics differ."""
     kept = torch.zeros(0)

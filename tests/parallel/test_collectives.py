@@ -5,6 +5,7 @@ import torch
 
 from hvdtrain.engines.collectives import FIRST_BYTES
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.modules import running_statistics
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
 SENT = [*SUMMED, torch.uint8]  # Horovod refuses to sum bytes
@@ -64,12 +65,12 @@ def test_gather_takes_values_that_just_have_room(engine):
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
-def test_average_buffers_is_the_mean_of_each_and_spares_counters(engine, dtype, near):
+def test_the_average_of_statistics_is_the_mean_of_each_and_spares_counters(engine, dtype, near):
     norm = torch.nn.BatchNorm1d(4).to(dtype)
     norm.running_mean.fill_(engine.rank + 1 / 3)
     norm.running_var.fill_(2.0 * engine.rank)
     norm.num_batches_tracked.fill_(7)
-    engine.average_buffers(norm)
+    engine.average_(running_statistics([norm]))
     mean = sum(range(engine.size)) / engine.size
     torch.testing.assert_close(norm.running_mean, torch.full((4,), mean + 1 / 3, dtype=dtype), rtol=near, atol=near)
     torch.testing.assert_close(norm.running_var, torch.full((4,), 2 * mean, dtype=dtype))

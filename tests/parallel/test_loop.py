@@ -354,7 +354,7 @@ def test_statistics_that_a_registered_module_shares_with_the_model_are_averaged_
         fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
         with run.evaluating(N) as mine:
             run.record(loss=F.mse_loss(net(X[mine]), Y[mine], reduction="sum"))
-    assert averaged == [2, 0]
+    assert averaged == [2 * (engine.size > 1)]
 
 
 def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:

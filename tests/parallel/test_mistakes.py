@@ -88,6 +88,12 @@ def a_queue(run, model, optimizer, last):
     run.register(queue=queue)
 
 
+def shifted(run, rows, last):
+    """Register a buffer while training, on one rank."""
+    if last:
+        run.prepared().models[0].register_buffer("shift", torch.zeros(()))
+
+
 def evaluate(run, data):
     with run.evaluating(DataLoader(data, 4)) as mine:
         for rows in mine:
@@ -184,6 +190,10 @@ NEED_TWO = {  # ranks that differ
         dict(before=a_queue),
         r"run.register\(queue=...\): the Module has other values on rank \d than on rank 0: create it alike",
     ),
+    "a buffer of one rank alone": (
+        dict(each=shifted),
+        r"^the buffer shift is nothing on rank 0, and \[\] float32 on rank \d: make it alike on every rank, or",
+    ),
     "a sampler of fewer samples than ranks": (
         dict(data=lambda last: DataLoader(TensorDataset(X), 4, sampler=SubsetRandomSampler([0]))),
         r"1 samples but \d ranks: use -np 1 or fewer",
@@ -208,11 +218,7 @@ ALWAYS = {
     ),
     "synchronized batch norm beside local steps": (
         dict(flags=LOCAL, net_of=of_torch),
-        "wait in every step: use nn.BatchNorm, or leave --sync-every out",
-    ),
-    "that beside hosts that take steps alone": (
-        dict(flags=(*LOCAL, "--sync-within", "host"), net_of=of_torch),
-        "SyncBatchNorm makes ranks wait in every step",
+        "SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
     ),
 }
 OF_ENGINES = {

@@ -24,7 +24,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
 from hvdtrain.inputs.images import Images, evaluated
 from hvdtrain.loop import optimizers
-from hvdtrain.loop.evaluation import Evaluation
+from hvdtrain.loop.evaluation import Evaluation, Means
 from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.models import classifiers as models
 from hvdtrain.output.run_output import RunOutput
@@ -484,7 +484,7 @@ def test_evaluation_counts_readable_samples_only(engine):
         loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
     ]
     source = loading.Source("test", "", 8, 9, lambda plan: [], lambda: batches, corrupt=CorruptSamples(1, 9))
-    evaluation = Evaluation(engine, source, evaluated(engine, source, 1), lambda: None)
+    evaluation = Evaluation(engine, source, evaluated(engine, source, 1), lambda: None, Means())
     for outputs, truth in evaluation.mine():
         hits = outputs.topk(5).indices == truth[:, None]
         evaluation.add({"first": hits[:, 0], "five": hits}, None)

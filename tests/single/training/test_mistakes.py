@@ -182,6 +182,25 @@ MISTAKES = {
     "a count in one batch of an evaluation": (
         dict(after="with run.evaluating(2): run.record(a=1.0, count=1); run.record(a=1.0)"),
         r"run.record\(count=...\) in one batch and not in another: give it in all, or in none"),
+    "the mean of a batch": (
+        dict(after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: run.record(right=(model(x) > y).float().mean().item())"),
+        r"^run.record\(right=...\) got a mean, and parts may have unequal numbers: give a value for each sample .* or their sum"),
+    "the mean loss of a part": (
+        dict(after="with run.evaluating(len(X)) as mine: run.record(loss=F.mse_loss(model(X[mine]), Y[mine]), count=2)"), r"^run.record\(loss=...\) got a mean"),
+    "the accuracy of another library": (
+        dict(after="with run.evaluating(len(X)): run.record(right=(Y > 0).numpy().mean().item())"), r"^run.record\(right=...\) got a mean"),
+    "no number": (dict(after="run.record(best='a')"), r"^run.record\(best=...\) got a str: give it a real number, or a tensor"),
+    "no number for a step": (dict(in_batches="step.record(best=None)"), r"^step.record\(best=...\) got a NoneType: give it a real"),
+    "a complex number": (dict(after="with run.evaluating(8): run.record(wave=torch.ones(8) * 1j)"), r"^run.record\(wave=...\) got a Tensor: give it a real"),
+    "numbers below a mask": (dict(after="with run.evaluating(8): run.record(a=__import__('numpy').ma.masked)"), "got a MaskedConstant: give it a real"),
+    "a layer replaced": (
+        dict(after_update="net[3] = nn.Linear(8, 1)"), r"^the model has lost 3.weight, which run.prepare\(\) was given: replace layers before"),
+    "a frozen layer replaced": (
+        dict(prepare="(net[0].requires_grad_(False), net)[1], torch.optim.SGD(net.parameters(), lr=0.1)", after_update="net[0] = nn.Linear(3, 8).requires_grad_(False)"),
+        "^the model has lost 0.weight"),
+    "a rate of an optimizer without one": (
+        dict(before="class Plain(torch.optim.Optimizer):\n    def step(self): pass", prepare="net, Plain(net.parameters(), {})", at_step="step.lr = 1.0"),
+        "^step.lr: Plain has no learning rate: leave it out$"),
     "an evaluation of no samples": (dict(after="with run.evaluating(0): run.record(a=0.0)"), "no readable samples"),
     "an evaluation of tensors": (dict(after="with run.evaluating(X): pass"), "got a Tensor: give it a number of samples"),
     "other flags": (dict(before="import argparse; flags = argparse.Namespace(epochs=2)"), "takes what training.parser"),
@@ -356,6 +375,16 @@ def test_a_queue_that_has_grown_is_resumed_as_it_was(monkeypatch, tmp_path):
 RIGHT = {  # what looks like a mistake, and is right
     "zero_grad before the step's batches": dict(at_step="optimizer.zero_grad()"),
     "zero_grad after the update": dict(after_update="optimizer.zero_grad(set_to_none=True)"),
+    "the mean times its number": dict(
+        after="with run.evaluating(len(X)): run.record(loss=F.mse_loss(model(X), Y) * len(X))"
+    ),
+    "a sum of less than one": dict(
+        after="with run.evaluating(len(X)): run.record(loss=0.123, right=(Y > 9).float().sum(), a=0.5, count=1)"
+    ),
+    "an optimizer without a learning rate": dict(
+        before="class Plain(torch.optim.Optimizer):\n    def step(self): self.param_groups[0]['params'][0].data.mul_(0.5)",
+        prepare="net, Plain(net.parameters(), {})",
+    ),
     "a larger batch than the data": dict(before="flags.batch_size = 1000"),
     "a layer unfrozen later": dict(
         prepare="(net[0].requires_grad_(False), net)[1], torch.optim.SGD(net.parameters(), lr=0.1)",

@@ -1,5 +1,6 @@
 """The run object: what the loop computes, saves and restores. Mistakes in a program: test_mistakes.py."""
 
+import decimal
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -518,6 +519,48 @@ def test_each_value_of_an_evaluation_is_divided_by_its_own_count():
             run.record(hits=torch.ones(N))
             run.record(right=5.0, count=10)
         assert run.evaluation == {"loss": 3.0, "hits": 1.0, "right": 0.5, "count": 10}
+
+
+def test_several_values_of_a_sample_count_as_their_mean():
+    """Pixels, tokens, labels: the mean over all values of the samples, and not their sum."""
+    pixels = torch.rand(N, 4, 4, generator=torch.Generator().manual_seed(3))
+    with training.start(flags_for()) as run:
+        prepared(run)
+        for data in (N, torch.utils.data.DataLoader(pixels, 7)):
+            with run.evaluating(data) as mine:
+                for rows in [pixels[mine]] if isinstance(mine, slice) else mine:
+                    run.record(bright=rows > 0.5, light=rows)
+            expected = {"bright": (pixels > 0.5).double().mean().item(), "light": pixels.mean().item(), "count": N}
+            assert run.evaluation == pytest.approx(expected)
+        run.record(worth=decimal.Decimal("0.1"))
+        assert run.evaluation["worth"] == 0.1
+
+
+def test_with_fp16_a_program_sees_the_gradients_that_it_sees_without():
+    """Also in two updates of one step, as SAM makes them, and where it clips an overflow away."""
+
+    def train(amp, spoil):
+        seen = []
+        with training.start(flags_for("--amp", amp)) as run:
+            torch.manual_seed(1)
+            net = nn.Linear(3, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for _ in run.epochs(1):
+                for step in run.steps(X, Y):
+                    for _ in range(2):
+                        for x, y in step.batches():
+                            weight = 1e38 if spoil == step.number else 0.01
+                            step.backward(F.mse_loss(model(x).float(), y) * weight)
+                        seen.append(net.weight.grad.norm().item())
+                        torch.nn.utils.clip_grad_value_(net.parameters(), 5e-4)
+                        step.update()
+        return seen, net.weight.detach()
+
+    for ours, plain in zip(train("fp16", None), train("off", None), strict=True):
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(plain), rtol=0.01, atol=1e-3)
+    norms, weight = train("fp16", 2)
+    assert not math.isfinite(norms[2])
+    assert weight.isfinite().all()
 
 
 def test_another_thread_is_told_where_to_start():
