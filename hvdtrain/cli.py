@@ -33,6 +33,19 @@ UNSUPPORTED: dict[str, Refused] = {
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
 LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
 Recipes = Mapping[str, Mapping[str, object]]
+# Flags of earlier versions, with what to use instead.
+GONE = {
+    "--debug-page": "call torch.distributed.debug.start_debug_server in the program (a hung job prints its stacks)",
+    "--energy": "run nvidia-smi --query-gpu=power.draw --format=csv --loop=1 beside the job",
+    "--memory": "read cuda_bytes and resident_bytes in the ranks events of metrics.jsonl, the peak of each rank",
+}
+
+
+class Gone(argparse.Action):
+    """A flag that --help no longer lists. const: what to use instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, flag: str | None = None) -> NoReturn:
+        raise UserError(f"{flag} is no longer a flag: {self.const}", everywhere=True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -203,6 +216,8 @@ def training_parser(name: str, description: str | None, **defaults: object) -> P
     made = Parser(name, description)
     add_run(made)
     add_fault_tolerance(made)
+    for flag, instead in GONE.items():
+        made.add_argument(flag, action=Gone, const=instead, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
     made.set_defaults(**defaults)
     return made
 
@@ -249,8 +264,6 @@ def add_run(group: Parser) -> None:
     add("--profile", type=positive_int, metavar="STEPS",
         help="record this many steps, a file per rank in --output-dir/profile (for ui.perfetto.dev)")
     add("--mfu", action="store_true", help="record the share of its peak at which rank 0's device computes")
-    add("--memory", action="store_true", help="record the peak memory of gradients, updates and evaluations")
-    add("--energy", action="store_true", help="record the joules of NVIDIA GPUs, in the line of each epoch, too")
 
 
 def add_fault_tolerance(group: Parser) -> None:
@@ -272,8 +285,6 @@ def add_fault_tolerance(group: Parser) -> None:
         help="skip up to this many steps in a row whose gradients are not finite (default: 0; 20 with --amp fp16)")
     add("--find-non-finite", action="store_true",
         help="name the layer in which gradients cease to be finite: slow, for a second run")
-    add("--debug-page", type=port, metavar="PORT",
-        help="serve torch's page of stacks and collectives of all ranks at this port of rank 0's host")
     add("--step-timeout", type=non_negative, metavar="SECONDS",
         help="end the job after so long without progress (default: 30, or 20 times the longest step; 0: never)")
 
@@ -346,11 +357,6 @@ def positive_int(text: str) -> int:
 def count(text: str) -> int:
     """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
     return whole(text, 0)
-
-
-def port(text: str) -> int:
-    """Return `text` as the number of a TCP port. Raises ArgumentTypeError."""
-    return whole(text, 1, 65_535)
 
 
 def seed(text: str) -> int:

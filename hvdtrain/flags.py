@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 # Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
 MAY_CHANGE = frozenset({
-    *("check_steps", "checkpoint_steps", "compression", "debug_page", "deterministic", "device", "energy", "engine"),
-    *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "memory", "mfu", "no_progress", "output_dir"),
+    *("check_steps", "checkpoint_steps", "compression", "deterministic", "device", "engine"),
+    *("gradient_predivide_factor", "keep", "log_steps", "max_skipped", "mfu", "no_progress", "output_dir"),
     *("profile", "resume", "step_timeout", "tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate"),
     *("predict", "mirror", "mirror_timeout", "find_non_finite"),
 })  # fmt: skip

@@ -40,7 +40,7 @@ def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None
     """Return the default and the help text of each flag, by how it is written. recipes: give some of the defaults."""
     flags = {}
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
             continue
         name = ", ".join(action.option_strings) or action.metavar or action.dest
         if action.choices:

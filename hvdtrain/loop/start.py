@@ -1,7 +1,6 @@
 """The start and the end of a training run, in the required order."""
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -151,22 +150,6 @@ def features_of(
         from hvdtrain.features.utilization import Utilization
 
         features.append(Utilization())
-    if flags.memory:
-        from hvdtrain.features.memory import Memory
-
-        features.append(Memory(engine, engine.device))
-    if flags.energy:
-        from hvdtrain.features.energy import Energy
-
-        features.append(Energy(engine))
-    if flags.debug_page is not None:
-        from hvdtrain.features.debug_page import DebugPage
-
-        features.append(DebugPage(engine, output, flags.debug_page))
-    if os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") and engine.rank == 0 and flags.evaluate is None:
-        from hvdtrain.features.kubeflow import Progress
-
-        features.append(Progress())
     features.append(ScheduleRules())
     features.append(Differing())
     return features

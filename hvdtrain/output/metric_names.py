@@ -11,7 +11,7 @@ FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "step
 # Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.
 ADDED = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size"})
 ADDED_BEGINNINGS = ("learning_rate",)
-ADDED_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes", "_joules")
+ADDED_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
 # Fields of a `train` event that trackers show in addition to the script's values, and their names there.
 ADDED_AND_SHOWN = {
     "objective": "train/objective",

@@ -1,7 +1,7 @@
 """Records and prints the steps, epochs and evaluations of a run, with the metric names of the script."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +30,6 @@ class MetricsLogger:
         self.steps = 0  # planned steps
         self.only_evaluates = False  # --evaluate: the position is the checkpoint's, at the end of an epoch or within it
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
-        self.notes: list[Callable[[], str]] = []  # of features: what the line of an epoch ends with
         self.recorded: set[str] = set()  # names of all evaluations, and of logged steps
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
@@ -128,7 +127,7 @@ class MetricsLogger:
         if self.only_evaluates:
             return "  ".join(parts)
         parts.append(f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s")
-        return "  ".join([*parts, *(note() for note in self.notes)])
+        return "  ".join(parts)
 
     def end(self, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
         """Write summary.json and the `end` event: position, last evaluation, hash of the models, and the

@@ -36,24 +36,10 @@ class Window(NamedTuple):
     rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
 
 
-_set_back: dict[torch.device, int] = {}  # the largest peak of a GPU that was set back
-
-
 def peak_memory(device: torch.device) -> tuple[int, int]:
     """Return the peak memory of this process in bytes: resident, and allocated by torch on the GPU."""
-    cuda = max(_set_back.get(device, 0), torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
+    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, cuda  # Linux counts in KiB
-
-
-def set_back_peaks(device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes that torch has allocated and reserved on a GPU since the last call. On a CPU: of this process,
-    since its start, and 0."""
-    if device.type != "cuda":
-        return peak_memory(device)
-    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    _set_back[device] = max(peaks[0], _set_back.get(device, 0))
-    torch.cuda.reset_peak_memory_stats(device)
-    return peaks
 
 
 def shares(ranks: Sequence[RankTimes]) -> dict[str, float]:

@@ -182,45 +182,6 @@ def test_the_starter_listens_on_the_jobs_interface_only_and_passes_exit_codes_on
     assert two_hosts.processes() == []
 
 
-PAGE = """
-import subprocess, torch, urllib.request
-from hvdtrain import training
-
-def main():
-    x = torch.ones(32, 3)
-    with training.start(training.parser("page", None, epochs=1, batch_size=8).parse_args()) as run:
-        net = torch.nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(x):
-                if step.number == 1:
-                    print(subprocess.run(["ss", "-Hltn"], capture_output=True, text=True).stdout)
-                    if run.rank == 1:
-                        print("page", urllib.request.urlopen("http://a:25999/stacks").read().decode())
-                for (part,) in step.batches():
-                    step.backward(model(part).mean())
-                step.update()
-
-training.main(main)
-"""
-
-
-def test_torchs_debug_page_is_on_the_jobs_interface_only(two_hosts, tmp_path):
-    pytest.importorskip("tabulate", reason="needs tabulate: pip install 'hvdtrain[debug]'")
-    program = tmp_path / "program.py"
-    program.write_text(PAGE)
-    words = [sys.executable, str(program), "--engine", "ddp", "--no-progress", "--debug-page", "25999"]
-    ranks = {host: two_hosts.start(host, words, **meeting(two_hosts, rank)) for rank, host in enumerate("ab")}
-    done = two_hosts.finish(ranks, 120)
-    assert (done["a"].code, done["b"].code) == (0, 0), done
-    listening, _, page = done["b"].stdout.partition("page")
-    assert all(f"Rank {rank}: http://10.77.0.{rank + 1}:" in page for rank in (0, 1)), done
-    lines = [line.split() for line in (done["a"].stdout + listening).splitlines() if line.startswith("LISTEN")]
-    assert {line[3].rpartition(":")[0] for line in lines} == {"10.77.0.1", "10.77.0.2"}, done
-    assert any(line[3] == "10.77.0.1:25999" for line in lines), done
-    assert two_hosts.processes() == []
-
-
 SICK = {  # what is done to host b; what is said of it
     "shared memory": ("mount -t tmpfs -o size=1m tmpfs /dev/shm", "/dev/shm has 1 MiB left: remove what earlier jobs"),
     "disk": (

@@ -28,6 +28,10 @@ REFUSED = {
         "--profile 5": "--profile needs --output-dir",
         "--tensorboard": "--tensorboard needs --output-dir",
         "--track mlflow": "--track needs --output-dir",
+        "--memory": "--memory is no longer a flag: read cuda_bytes and resident_bytes in the ranks events",
+        "--energy --epochs 2": "--energy is no longer a flag: run nvidia-smi --query-gpu=power.draw",
+        "--debug-page 25999": "--debug-page is no longer a flag: call torch.distributed.debug.start_debug_server",
+        "--debug-page=25999": "--debug-page is no longer a flag: call torch.distributed.debug.start_debug_server",
     },
     "imagenet": {"--track mlflow": "--track needs --output-dir", "--workers -1": "'-1' is not a whole number"},
     "lm": {
