@@ -6,20 +6,18 @@
 
 The content of every MNIST and Fashion-MNIST file is compared with its published SHA-256; a file that differs is an error.
 Therefore ranks on different hosts only need to compare `name`. Of the ranks of a host, one calls this before the others: it
-downloads what is missing, and leaves the verified content in the cache, where the others map it.
+downloads what is missing.
 """
 
 import gzip
 import hashlib
 import io
-import json
 import os
 import queue
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,7 +31,6 @@ from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError, one_line
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
-CONTENT = "content"  # in the cache: of a data set's files
 SIDE = 28  # pixels
 UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what reading and `unpacked` may raise
 # Of a mirror, without a byte; also for its first answer, with name resolution, connection and TLS.
@@ -110,7 +107,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A complete dataset. Do not modify the images: they may be a memory-mapped file, shared with other ranks."""
+    """A complete dataset."""
 
     name: str  # "mnist", "fashion-mnist" or "digits", never "auto"
     reason: str  # one line: which data this is, and why it was chosen
@@ -192,8 +189,7 @@ def _load(published: Published, root: Path | None, may_download: bool, say: Call
     paths = [path for path in found if path is not None]
     if len(paths) < len(found):
         raise NotThere(f"files in {target} were removed right after they were downloaded")
-    content = _content(published, paths, shared).split([file.size for file in published.files])
-    bodies = [part[file.header :].view(file.shape) for file, part in zip(published.files, content, strict=True)]
+    bodies = _verified(published, paths)
     reason = f"{published.title} from {', '.join(dict.fromkeys(str(path.parent) for path in paths))} (content verified)"
     return Dataset(published.name, reason, bodies[0], bodies[1].long(), bodies[2], bodies[3].long())
 
@@ -224,54 +220,17 @@ def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
     return [next(filter(os.path.isfile, candidates), None) for candidates in paths]
 
 
-def _content(published: Published, paths: Sequence[Path], shared: Path | None) -> Tensor:
-    """Return the verified content of the files, one after the other, as uint8 [n]. Raises UserError."""
-    if shared is not None:
-        with suppress(OSError, RuntimeError):  # such as a full disk; RuntimeError: torch cannot map it
-            return _mapped(published, paths, shared)
-    return torch.frombuffer(bytearray(_verified(published, paths)), dtype=torch.uint8)
-
-
-def _mapped(published: Published, paths: Sequence[Path], shared: Path) -> Tensor:
-    """Return the same as a mapped file in the cache, written if it is not there. Raises OSError, UserError."""
-    sources = json.dumps([[str(path.absolute()), *_identity(path.stat())] for path in paths])
-    # Hosts may have files of their own, and the cache in common: a note for each. The one copy may be mapped elsewhere.
-    note = shared / f"verified-{hashlib.sha256(sources.encode()).hexdigest()[:16]}.json"
-    content = shared / CONTENT
-
-    def seen() -> bytes:
-        """Return what says that the copy has not changed since. Raises OSError."""
-        return json.dumps(_identity(content.stat())).encode()
-
-    known = False
-    with suppress(OSError):
-        known = files.read_small(note) == seen()
-    if not known:
-        atomic.remove_partial(shared, cache.STALE_SECONDS)
-        verified = _verified(published, paths)
-        if not (content.is_file() and content.read_bytes() == verified):
-            atomic.write(content, verified)
-        atomic.write(note, seen())
-    size = sum(file.size for file in published.files)
-    return torch.from_file(str(content), shared=False, size=size, dtype=torch.uint8)  # writing to it is private
-
-
-def _verified(published: Published, paths: Sequence[Path]) -> bytes:
-    """Return the content of the files, one after the other. Raises UserError for one that is not the published one."""
-    contents = []
+def _verified(published: Published, paths: Sequence[Path]) -> list[Tensor]:
+    """Return the images and labels of the files, uint8. Raises UserError for a file that is not the published one."""
+    bodies = []
     for file, path in zip(published.files, paths, strict=True):
         try:
             with files.opened(path) as stream:
-                contents.append(unpacked(published, file, stream.read(file.most_bytes)))
+                content = bytearray(unpacked(published, file, stream.read(file.most_bytes)))
         except UNSOUND as error:
             raise UserError(f"{path} cannot be used ({why(error)}): check it, replace it, or remove it") from None
-    return b"".join(contents)
-
-
-def _identity(status: os.stat_result) -> list[int]:
-    """Return values that change when the content of a file changes."""
-    # ctime also changes if mtime is restored. The device number differs between hosts on a shared file system.
-    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        bodies.append(torch.frombuffer(content, dtype=torch.uint8, offset=file.header).view(file.shape))
+    return bodies
 
 
 def unpacked(published: Published, file: File, packed: bytes) -> bytes:

@@ -1,9 +1,7 @@
-"""hvdtrain.datasets.idx: MNIST files found, verified, named when wrong; what the ranks of a host share."""
+"""hvdtrain.datasets.idx: MNIST files found, verified, and named when wrong."""
 
 import gzip
 import os
-import resource
-import shutil
 import tracemalloc
 import warnings
 from pathlib import Path
@@ -26,20 +24,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-
-
-@pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were unpacked and hashed, as it happens."""
-    names: list[str] = []
-    original = idx.unpacked
-
-    def counted(dataset: idx.Published, file: idx.File, packed: bytes) -> bytes:
-        names.append(file.name)
-        return original(dataset, file, packed)
-
-    monkeypatch.setattr(idx, "unpacked", counted)
-    return names
 
 
 def check(data: idx.Dataset, files: dict[str, bytes] = fake.MNIST) -> None:
@@ -173,78 +157,6 @@ def test_a_gzip_bomb_is_not_unpacked_and_a_sparse_giant_not_read(tmp_path: Path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 19
     finally:
         tracemalloc.stop()
-
-
-# Shared through the cache
-
-
-def test_verified_once_and_again_when_a_file_has_changed(tmp_path: Path, verified: list[str]) -> None:
-    for compressed in (False, True):
-        path = fake.write(tmp_path / str(compressed), compressed=compressed) / (LABELS + ".gz" * compressed)
-        for _ in range(3):
-            check(idx.load("mnist", path.parent))
-        assert verified == list(fake.NAMES)
-        verified.clear()
-        stat, content = path.stat(), bytearray(path.read_bytes())
-        content[-9] ^= 1
-        path.write_bytes(content)
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, same mtime
-        assert str(path) in refused("mnist", path.parent)
-        verified.clear()
-
-
-def test_hosts_with_files_of_their_own_share_one_copy_and_do_not_replace_it(
-    tmp_path: Path, verified: list[str]
-) -> None:
-    for _ in range(2):  # the cache may be in a home directory that several hosts mount
-        for host in ("a", "b"):
-            check(idx.load("mnist", tmp_path / host if (tmp_path / host).exists() else fake.write(tmp_path / host)))
-    assert verified == 2 * list(fake.NAMES)
-    copies = list(cache.directory("mnist").glob(f"{idx.CONTENT}*"))
-    assert len(copies) == 1
-    inode = copies[0].stat().st_ino
-    check(idx.load("mnist", fake.write(tmp_path / "c")))
-    assert copies[0].stat().st_ino == inode
-
-
-@pytest.mark.parametrize("name", [idx.CONTENT, "verified-*.json"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        os.unlink,
-        lambda path: path.write_bytes(b"[" * 100_000),
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    ],
-)
-def test_what_is_damaged_in_the_cache_is_made_again(tmp_path: Path, name: str, damage, verified: list[str]) -> None:
-    fake.write(tmp_path / "d", compressed=True)
-    idx.load("mnist", tmp_path / "d")
-    damage(next(cache.directory("mnist").glob(name)))
-    for _ in range(2):
-        check(idx.load("mnist", tmp_path / "d"))
-        assert len(verified) == 8
-    shutil.rmtree(cache.directory("mnist"))
-    check(idx.load("mnist", tmp_path / "d"))
-
-
-def test_a_full_cache_is_done_without(tmp_path: Path) -> None:
-    fake.write(tmp_path / "d", compressed=True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as on a full disk, a write fails half-way
-    try:
-        data = idx.load("mnist", tmp_path / "d")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    check(data)
-    assert list(cache.directory("mnist").iterdir()) == []
-
-
-def test_images_are_mapped_and_writing_to_them_is_private(tmp_path: Path) -> None:
-    fake.write(tmp_path)
-    data = idx.load("mnist", tmp_path)
-    assert str(cache.directory("mnist") / idx.CONTENT) in Path("/proc/self/maps").read_text()
-    data.train_images.zero_()
-    check(idx.load("mnist", tmp_path))
 
 
 def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
