@@ -125,6 +125,7 @@ def open_source(flags: Flags, run: training.Run) -> Source:
     samples = flags.train_samples or source.train_count
     run.describe_data(source.name, source.reason, train_samples=samples, classes=source.classes, **source.facts)
     corrupt = CorruptSamples(flags.max_corrupt, source.train_count)
+    corrupt.note(source.damaged if run.rank == 0 else [])
     return dataclasses.replace(source, per_epoch=min(samples, source.train_count), corrupt=corrupt)
 
 

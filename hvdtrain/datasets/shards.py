@@ -2,38 +2,41 @@
 
 A sample consists of two consecutive members of the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
 
-They are indexed (shard_index.py) and read by index in a fixed order (shard_order.py). The order does not
-depend on the number of ranks and workers, each sample occurs once per epoch, and a run resumes at the exact sample.
+They are indexed (shard_index.py), numbered across all files, and read at their positions, in the order of any other data:
+it does not depend on the number of ranks and workers, and a run resumes at the exact sample.
 """
 
+import contextlib
+import functools
 import json
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Iterable
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from hvdtrain.datasets.corrupt import CorruptSample, why
 from hvdtrain.datasets.decoding import Prepare
 from hvdtrain.datasets.images import TEST_BATCH
-from hvdtrain.datasets.shard_index import ShardIndex, obtain
-from hvdtrain.datasets.shard_order import ShardOrder, window_of
-from hvdtrain.datasets.shard_reading import ShardBatches, Shards, jobs
+from hvdtrain.datasets.shard_index import IMAGE_TYPES, LABEL, OFFSET, ShardIndex, key_at, obtain
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.loading import Loaded, Source, loader
+from hvdtrain.inputs.loading import Loaded, Source, collate, loader
 from hvdtrain.inputs.plan import Plan
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any])  # of a JSON file's content
 
 SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
+OPEN_FILES = 128  # per worker; the usual limit of a process is 1,024
+LARGEST_FILE = 2**28  # bytes; a larger file is not an image
 LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
 
 
@@ -65,24 +68,22 @@ def open_shards(
     total = len(train.table)
     if not total:
         raise UserError(f"{train_names[0]}: no samples in it: are these tar files?", everywhere=True)
-    order = ShardOrder(train.sizes, window_of(train.sizes))
-
-    def batches(shards: Shards, prepare: Prepare, planned: Iterable[tuple[int, list[int]]]) -> Iterable[Loaded]:
-        dataset = ShardBatches(shards, prepare, classes, reports=engine.rank == 0)
-        return loader(dataset, workers, engine.device, jobs(planned, workers))
 
     def train_batches(plan: Plan) -> Iterable[Loaded]:
-        planned = ((epoch, batch.indices.tolist()) for epoch, batch in replace(plan, order=order))
-        return batches(train, Prepare(side, seed, train=True, reduced=reduced), planned)
+        jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
+        prepare = Prepare(side, seed, train=True, reduced=reduced)
+        return loader(ShardBatches(train, prepare, classes), workers, engine.device, jobs)
 
     def test_batches() -> Iterable[Loaded]:
         mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # consecutive samples
-        planned = [(0, some.tolist()) for some in mine.split(test_batch)]  # one empty batch if there are no samples
-        return batches(test, Prepare(side, train=False, reduced=reduced), planned)
+        jobs = [(0, some.tolist()) for some in mine.split(test_batch) if len(some)]
+        prepare = Prepare(side, train=False, reduced=reduced)
+        return loader(ShardBatches(test, prepare, classes), workers, engine.device, jobs)
 
     what = f"{len(train_names)} and {len(test_names)} shards, such as {train_names[0]}"
     reason = f"{what}: {total:,} images an epoch, {classes:,} classes"
-    return Source("shards", reason, classes, total, train_batches, test_batches, order=order, facts=facts)
+    damaged = [*train.damaged, *test.damaged]
+    return Source("shards", reason, classes, total, train_batches, test_batches, damaged=damaged, facts=facts)
 
 
 def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
@@ -156,6 +157,88 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     if not isinstance(value, kind):
         raise UserError(f"{path} does not contain a {kind.__name__}: create it again, or remove it")
     return value
+
+
+class Shards(NamedTuple):
+    """Tar files on this host and the index of their samples, which are numbered across all files."""
+
+    paths: list[str]
+    sizes: Tensor  # int64 [k]: number of samples in each file
+    table: Tensor  # int64 [n, 4]: the concatenated indexes
+    damaged: list[CorruptSample]  # shards that could not be read to the end
+
+
+class ShardBatches(Dataset[Loaded]):
+    """A data set that maps (epoch, indices) to the batch of those images."""
+
+    def __init__(self, shards: Shards, prepare: Prepare, classes: int):
+        self.shards, self.prepare, self.classes = shards, prepare, classes
+        self._ends = shards.sizes.cumsum(0)
+        self._open: Callable[[int], OpenFile] | None = None  # in the process that reads
+
+    def __getitem__(self, job: tuple[int, list[int]]) -> Loaded:
+        epoch, indices = job
+        samples, corrupt = [], []
+        for index in indices:
+            try:
+                label = self.label(index)
+                samples.append((self.prepare(self.content(index), epoch, str(index)), label, index))
+            except Exception as error:  # any exception of a decoder
+                corrupt.append(CorruptSample(self.name(index), why(error)))
+        return collate(samples, corrupt, self.prepare.side)
+
+    def label(self, index: int) -> int:
+        """Return the class of a sample. Raises ValueError if there is no such class."""
+        label = int(self.shards.table[index, LABEL])
+        if label < 0:
+            raise ValueError("no class (.cls) next to it")
+        if label >= self.classes:
+            raise ValueError(f"class {label} of {self.classes}: see --classes")
+        return label
+
+    def content(self, index: int) -> bytes:
+        """Return a sample's image file. Raises OSError, ValueError."""
+        offset, size, _, crc = self.shards.table[index].tolist()
+        if size < 0:
+            raise ValueError(f"no image in it ({', '.join(IMAGE_TYPES)})")
+        if size > LARGEST_FILE:
+            raise ValueError(f"{size:,} bytes are not an image")
+        content = os.pread(self.opened(index).fd, size, offset)
+        if len(content) != size or zlib.crc32(content) != crc:
+            raise ValueError("has changed since it was indexed")
+        return content
+
+    def opened(self, index: int) -> "OpenFile":
+        """Return the shard of a sample. Raises OSError."""
+        if self._open is None:
+            paths = self.shards.paths  # not self: files are closed with the last reference to the data set
+            self._open = functools.lru_cache(OPEN_FILES)(lambda shard: OpenFile(paths[shard]))
+        return self._open(self.shard_of(index))
+
+    def shard_of(self, index: int) -> int:
+        """Return the number of the shard of a sample."""
+        return int(torch.searchsorted(self._ends, index, right=True))
+
+    def name(self, index: int) -> str:
+        """Return the name of a sample for messages: its file and key."""
+        shard, key = self.shard_of(index), None
+        with contextlib.suppress(OSError):
+            key = key_at(self.opened(index).fd, int(self.shards.table[index, OFFSET]))
+        number = index - int(self._ends[shard] - self.shards.sizes[shard])
+        return f"{self.shards.paths[shard]}: {key or f'sample {number}'}"
+
+
+class OpenFile:
+    """A file that is closed when the last reference to it is dropped."""
+
+    fd = -1
+
+    def __init__(self, path: str):
+        self.fd = files.open_regular(path)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class Indexed(NamedTuple):

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hvdtrain.engines.accelerators import Copies, to_device
 from hvdtrain.engines.base import Engine
@@ -21,9 +20,6 @@ class Images(Input):
         self.samples = source.train_count
         self.per_epoch = min(source.per_epoch or self.samples, self.samples)
         self._batches: Iterator[Loaded] | None = None
-
-    def order(self, seed: int, epoch: int) -> Tensor:
-        return self._source.order(seed, epoch) if self._source.order else super().order(seed, epoch)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
         if self._batches is None:  # all epochs: the images do not change, and are read across the end of an epoch

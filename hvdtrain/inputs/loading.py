@@ -56,7 +56,7 @@ class Source:
     test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
     per_epoch: int | None = None  # samples per epoch; None: all
     corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # by default, none are allowed
-    order: Callable[[int, int], Tensor] | None = None  # see Plan; takes precedence over the order of the Plan
+    damaged: list[CorruptSample] = field(default_factory=list)  # what is known to be lost before anything is read
     facts: Mapping[str, object] = field(default_factory=dict)  # further JSON values that identify the training samples
 
 

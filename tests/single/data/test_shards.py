@@ -9,7 +9,6 @@ import lzma
 import os
 import shutil
 import tarfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hvdtrain.datasets import make_shards, shard_index, shard_reading, shards
+from hvdtrain.datasets import make_shards, shard_index, shards
 from hvdtrain.datasets.shard_index import obtain, save, scan
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
@@ -69,7 +68,6 @@ def no_cache(monkeypatch):
 @pytest.fixture
 def numbered(monkeypatch):
     monkeypatch.setattr(shards, "Prepare", Numbered)
-    monkeypatch.setattr(shards, "window_of", lambda sizes: 3)  # else all of these shards are one window
 
 
 def open_them(directory: Path, workers: int = 0) -> tuple[loading.Source, SerialEngine]:
@@ -101,11 +99,8 @@ def steps_taken(source: loading.Source, size: int, **options) -> list[list[int]]
 def test_one_order_on_any_number_of_ranks_and_workers(size, workers, tars, numbered, worker_server):
     source, _ = open_them(tars, workers)
     steps = steps_taken(source, size, epochs=2)
-    orders = [source.order(1, epoch) for epoch in range(2)]
+    orders = [sharding.epoch_order(TRAIN, 1, epoch) for epoch in range(2)]  # as of a folder
     assert steps == [some.tolist() for order in orders for some in order.split(12)]
-    assert all(count == 2 for count in Counter(itertools.chain(*steps)).values())
-    assert orders[0].tolist() != orders[1].tolist()
-    assert orders[0].tolist() != sharding.epoch_order(TRAIN, 1, 0).tolist()  # a window at a time
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
@@ -136,8 +131,8 @@ def test_labels_are_those_of_the_folder(tars, engine):
         with tarfile.open(path) as tar:
             keys += [name.removesuffix(".jpg") for name in tar.getnames() if name.endswith(".jpg")]
     names = shards.find("train", None, tars)
-    reader = shard_reading.Reader(shards.open_indexed(engine, names, [None] * len(names))[0])
-    assert [reader.name(index).rpartition(": ")[2] for index in range(TRAIN)] == keys
+    dataset = shards.ShardBatches(shards.open_indexed(engine, names, [None] * len(names))[0], Numbered(), 6)
+    assert [dataset.name(index).rpartition(": ")[2] for index in range(TRAIN)] == keys
 
 
 def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_path):
@@ -153,36 +148,11 @@ def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_p
     assert (batch.samples, batch.corrupt) == (count, [])
 
 
-@pytest.mark.parametrize(("name", "value"), [("HELD_BYTES", 3000), ("OPEN_FILES", 1), ("READING_THREADS", 1)])
-def test_little_room_changes_nothing(name, value, tars, monkeypatch, numbered):
+def test_few_open_files_change_nothing(tars, monkeypatch, numbered):
     source, _ = open_them(tars)
     whole = steps_taken(source, 2)
-    monkeypatch.setattr(shard_reading, name, value)
+    monkeypatch.setattr(shards, "OPEN_FILES", 1)
     assert steps_taken(source, 2) == whole
-
-
-def test_a_batch_of_large_files_is_not_read_as_a_whole(tars, monkeypatch, numbered):
-    """64 images of 8 MB took half a gigabyte in each worker, and as much again for the next batch."""
-    asked, begin = [], shard_reading.Reader.begin
-
-    def recorded(reader, indices):
-        asked.append([int(reader.shards.table[index, shard_index.SIZE]) for index in indices])
-        return begin(reader, indices)
-
-    monkeypatch.setattr(shard_reading.Reader, "begin", recorded)
-    for most in (3000, 10):  # less than each file
-        asked.clear()
-        monkeypatch.setattr(shard_reading, "HELD_BYTES", most)
-        batches = list(open_them(tars)[0].train(plan_of(0, 1)))
-        assert sum(batch.samples for batch in batches) == TRAIN
-        assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in asked)
-        assert sum(map(len, asked)) == TRAIN  # each is read once
-
-
-@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (1, 1), (2, 2)])
-def test_a_worker_reads_its_own_next_job_ahead(workers, ahead):
-    jobs = list(shard_reading.jobs([(0, [number]) for number in range(5)], workers))
-    assert [job.following for job in jobs] == [[number] for number in range(ahead, 5)] + [[]] * ahead
 
 
 def test_files_are_closed(tars, numbered):
@@ -272,14 +242,14 @@ def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, 
     assert engine.notes == ["1 of 7 shards indexed now, for this and later runs"]
     lost = TRAIN - second.train_count
     assert left is None or lost == 7 - left
-    # A new run on what is left: every sample is there or accounted for, at the first batch.
+    # A new run on what is left: every sample is there or accounted for.
     batches = list(second.train(loading.Plan(second.train_count, second.train_count, 1, 1, 0, 1, 10)))
     assert sum(batch.samples for batch in batches) == second.train_count
-    assert [each for batch in batches[1:] for each in batch.corrupt] == []
+    assert [each for batch in batches for each in batch.corrupt] == []
     if reason is None:
-        assert batches[0].corrupt == []
+        assert second.damaged == []
     else:
-        (told,) = batches[0].corrupt
+        (told,) = second.damaged
         assert (told.name, told.lost) == (str(path), lost)
         assert reason in told.why
 
@@ -422,8 +392,7 @@ def test_samples_without_image_or_class_are_named(engine, tmp_path):
     files = {"a.jpg": jpeg, "a.cls": b"1", "b.cls": b"1", "c.jpg": jpeg, "d.jpg": jpeg, "d.cls": b"6"}
     path = tar_of(tmp_path / "odd.tar", files | {"e.jpg": jpeg, "e.cls": b"cat"})
     opened, _ = shards.open_indexed(engine, [str(path)], [None])
-    dataset = shard_reading.ShardBatches(opened, Numbered(), 6, reports=True)
-    batch = dataset[shard_reading.Job(0, [0, 1, 2, 3, 4], [], True)]
+    batch = shards.ShardBatches(opened, Numbered(), 6)[0, [0, 1, 2, 3, 4]]
     assert numbers(batch) == [0]
     assert {each.name: each.why[:10] for each in batch.corrupt} == {
         f"{path}: b": "no image i", f"{path}: c": "no class (", f"{path}: d": "class 6 of", f"{path}: e": "no class (",
@@ -481,8 +450,7 @@ def test_an_index_of_a_billion_samples_takes_no_memory(small):
 def test_samples_that_a_shard_has_lost_are_counted(said, tmp_path):
     source, _ = open_them(with_sizes(tmp_path, said))
     assert source.train_count == 5
-    first = next(iter(source.train(loading.Plan(5, 5, 1, 1, 0, 1, 1))))
-    lost = [(each.lost, each.why) for each in first.corrupt if each.name.endswith(".tar")]
+    lost = [(each.lost, each.why) for each in source.damaged]
     assert lost == ([(said - 5, f"5 samples of {said}")] if said and said > 5 else [])
 
 
