@@ -13,8 +13,7 @@ import sys
 
 from hvdtrain.datasets import make_shards
 from tests.bench.images import IMAGES
-from tests.bench.measurements import SECONDS, Left, Setting, job, users_environment
-from tests.bench.paired import once
+from tests.bench.measurements import SECONDS, Left, Setting, job, once, users_environment
 
 SIZES = {"500": (375, 500, 256, 24), "2000": (1500, 2000, 64, 8)}  # height, width, images, batches of each rank
 PAIRS = (("folder", "torchvision"), ("folder", "spdl"), ("shards", "webdataset"))

@@ -3,8 +3,7 @@ hvdtrain.imagenet, the same with --reduced-decode, and torchvision as its tutori
 
 import sys
 
-from tests.bench.measurements import Setting, in_process, job
-from tests.bench.paired import once
+from tests.bench.measurements import Setting, in_process, job, once
 
 IMAGES = """
 import sys, torch

@@ -3,16 +3,17 @@
 import gzip
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hvdtrain.analysis.launching import command, program, run_job
-from tests.bench.paired import once
 from tests.e2e.cluster import Cluster, why_not
 from tests.e2e.launchers import environment
 from tests.hidden_gpus import seeing
@@ -36,6 +37,14 @@ class Left(Exception):
 
 
 Measure = Callable[[Setting], dict[str, float]]
+Side = TypeVar("Side", bound=Hashable)
+Result = TypeVar("Result")
+
+
+def once(sides: Iterable[Side], measure: Callable[[Side], Result]) -> dict[Side, Result]:
+    """Measure every side once, in a random order: a slow minute touches all sides."""
+    given = list(sides)
+    return {side: measure(side) for side in random.sample(given, len(given))}
 
 
 def users_environment() -> dict[str, str]:

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from hvdtrain.analysis.launching import command, program
-from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data
-from tests.bench.paired import once
+from tests.bench.measurements import Left, Setting, for_torchvision, job, mnist_data, once
 from tests.e2e.launchers import environment
 from tests.hidden_gpus import seeing
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 from hvdtrain.analysis.launching import program
-from tests.bench.measurements import SECONDS, Left, Measure, Setting, mpirun, users_environment
-from tests.bench.paired import once
+from tests.bench.measurements import SECONDS, Left, Measure, Setting, mpirun, once, users_environment
 
 BARE = """
 import sys, torch

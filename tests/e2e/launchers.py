@@ -27,7 +27,7 @@ MARK = "HVDTRAIN_TEST_JOB"  # every process of a job carries it in its environme
 
 # Ours come first; --oversubscribe because a test machine may have fewer cores than a test has ranks.
 LAUNCHERS = {
-    "mpirun": "mpirun --oversubscribe -np {ranks}",
+    "mpirun": os.environ.get("HVDTRAIN_TEST_MPIRUN", "mpirun --oversubscribe") + " -np {ranks}",
     "horovodrun": "horovodrun -np {ranks}",
     "gloo": "horovodrun --gloo -np {ranks}",
     "starter": f"{PYTHON} -m hvdtrain.starter --oversubscribe --local-ranks {{ranks}}",
