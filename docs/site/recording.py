@@ -40,9 +40,7 @@ def recorded(
         assert process.stdout is not None
         for line in process.stdout:
             if SHOWN.match(line):
-                console.print(
-                    Text(re.sub(r"^.*?(Signal 9 \(SIGKILL\)).*", r"torchrun: rank 1 ended by \1", line.rstrip()))
-                )
+                console.print(Text(shortened(line.rstrip())))
             at_line(process, line)
 
 
@@ -55,7 +53,7 @@ def shortened(line: str) -> str:
 def kill_rank_1(console: Console, process: subprocess.Popen[str], line: str) -> None:
     if not line.startswith(KILLED_AFTER):
         return
-    time.sleep(0.05)  # some steps into the next epoch
+    time.sleep(0.4)  # some steps into the next epoch
     ranks = [
         child for child in psutil.Process(process.pid).children(recursive=True) if child.environ().get("RANK") == "1"
     ]
