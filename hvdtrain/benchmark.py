@@ -43,9 +43,8 @@ from hvdtrain.loop import optimizers
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
-from hvdtrain.output.clock import Clock
+from hvdtrain.output.clock import Clock, RankTimes
 from hvdtrain.output.metric_names import PHASES
-from hvdtrain.output.rank_times import RankTimes
 from hvdtrain.output.run_output import versions
 
 POOL_BATCHES = 4  # size of the pool of random samples, in batches

@@ -39,7 +39,7 @@ from hvdtrain.flags import Flags
 from hvdtrain.loop import optimizers
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
-from hvdtrain.output.device_times import matrix_product_rate
+from hvdtrain.output.clock import matrix_product_rate
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {

@@ -26,7 +26,7 @@ from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import is_url
-from hvdtrain.output.best import best_of
+from hvdtrain.output.metric_names import best_of
 from hvdtrain.output.run_output import RunOutput
 
 MANIFEST, CHECKPOINTS, METRICS, SUMMARY = "mirror.json", "checkpoints", "metrics.jsonl", "summary.json"

@@ -21,7 +21,7 @@ from hvdtrain.checkpoint.checkpoint import (
 from hvdtrain.checkpoint.facts import require_sound
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weight_files import refuse_large_header
-from hvdtrain.output.best import best_of
+from hvdtrain.output.metric_names import best_of
 
 # Of these, starting again may help. Others, such as ENOENT, say that the user has named a wrong file.
 OF_THE_FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.output.best import best_of, goodness
+from hvdtrain.output.metric_names import best_of, goodness
 
 if TYPE_CHECKING:
     from hvdtrain.engines.lock import Lock

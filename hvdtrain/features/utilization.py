@@ -13,7 +13,7 @@ from hvdtrain.inputs.sharding import kept
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
-from hvdtrain.output.device_times import matrix_product_rate
+from hvdtrain.output.clock import matrix_product_rate
 
 
 class Utilization(Feature):

@@ -1,22 +1,86 @@
-"""Measures the time that each rank spends in each phase of training."""
+"""The time that each rank spends in each phase of training, and what the ranks have measured together.
 
+On an accelerator, by its own events: the host would add the time to start a kernel and to learn of its end.
+"""
+
+import contextlib
+import os
+import resource
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from hvdtrain.engines.accelerators import CPU
+from hvdtrain.engines.accelerators import CPU, module_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.metric_names import PHASES
-from hvdtrain.output.rank_times import (
-    RankTimes,
-    Window,
-    added,
-    by_rank,
-    peak_memory,
-    seconds_without_core,
-    shares,
-)
+
+SIDES = {"cpu": 1024}  # of a matrix product that occupies the device; others: LARGE_SIDE
+LARGE_SIDE = 8192  # 1.1 TFLOP: milliseconds on a GPU, against microseconds to start a kernel
+MOST_EVENTS = 1000  # that are kept until a window ends: with --log-steps 100000 there would be a million
+
+
+class RankTimes(NamedTuple):
+    """One rank's seconds by phase and in total (the rest is reporting), and its peak memory."""
+
+    loading: float
+    compute: float
+    communication: float
+    elapsed: float
+    without_core: float  # seconds, within `elapsed`, in which the main thread was ready to run but had no core
+    resident_bytes: float
+    cuda_bytes: float
+
+    def fields(self) -> dict[str, float]:
+        """Return the values under their names in a record."""
+        return {name if name.endswith("bytes") else f"{name}_seconds": value for name, value in self._asdict().items()}
+
+
+class Window(NamedTuple):
+    """The measurements between two reports."""
+
+    steps: int
+    ranks: list[RankTimes]
+    rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
+
+
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Return the peak memory of this process in bytes: resident, and allocated by torch on the GPU."""
+    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, cuda  # Linux counts in KiB
+
+
+def shares(ranks: Sequence[RankTimes]) -> dict[str, float]:
+    """Return the share (0 to 1) of each phase in the time of all ranks, as `loading_share`. The rest is reporting."""
+    elapsed = sum(rank.elapsed for rank in ranks)
+    return {f"{phase}_share": sum(getattr(rank, phase) for rank in ranks) / max(elapsed, 1e-9) for phase in PHASES}
+
+
+def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:
+    """Return the sum of the seconds of two windows by rank, and the memory of the later one."""
+    if not before:
+        return since
+    return [
+        RankTimes._make([a + b for a, b in zip(old[:5], new[:5], strict=True)] + [*new[5:]])
+        for old, new in zip(before, since, strict=True)
+    ]
+
+
+def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
+    """Return each quantity under its name in a record, as a list over ranks."""
+    rows = [rank.fields() for rank in ranks]
+    return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
+
+
+def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
+    """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        _, waiting, _ = map(int, (tasks / str(os.getpid()) / "schedstat").read_text().split())
+        return waiting / 1e9
+    return 0.0
 
 
 class Clock:
@@ -28,8 +92,6 @@ class Clock:
     def __init__(self, device: torch.device = CPU) -> None:
         self._device_times = None
         if device.type != "cpu":
-            from hvdtrain.output.device_times import DeviceTimes
-
             self._device_times = DeviceTimes(device)
         self.restart()
 
@@ -109,3 +171,74 @@ class Clock:
     def per_rank(self) -> dict[str, list[float]]:
         """Return the sums since `restart` under their names in a record, each a list over ranks."""
         return by_rank(self.totals)
+
+
+class DeviceTimes:
+    """Measures the time of an accelerator by phase, with events on its current stream. It never waits for the device.
+
+    The host only queues work, and is soon ahead. Where it then waits says nothing about what the device does meanwhile.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._backend = device, module_of(device)
+        self._spans: deque[tuple[str, Any, Any]] = deque()  # (phase, event at its start, event at its end)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._marked = self._now()
+
+    def _now(self) -> Any:
+        event = self._backend.Event(enable_timing=True)
+        event.record(self._backend.current_stream(self._device))
+        return event
+
+    def restart(self) -> None:
+        """Forget what has not been taken."""
+        self._spans.clear()
+        self._seconds.clear()
+        self.leave_out()
+
+    def leave_out(self) -> None:
+        """Exclude the time since the last mark."""
+        self._marked = self._now()
+
+    def mark(self, phase: str) -> None:
+        """Add the time since the last mark to `phase`: from when the device had done its work until then to when it has
+        done its work until now."""
+        event = self._now()
+        self._spans.append((phase, self._marked, event))
+        self._marked = event
+        if len(self._spans) > MOST_EVENTS:
+            self._collect()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of the spans that the device has completed since the last call, by phase."""
+        self._collect()
+        taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+    def _collect(self) -> None:
+        while self._spans and self._spans[0][2].query():
+            phase, start, end = self._spans.popleft()
+            self._seconds[phase] += start.elapsed_time(end) / 1000
+
+
+def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return the FLOP/s that `device` reaches in a product of two square matrices of `dtype`, as float64 []."""
+    side = SIDES.get(device.type, LARGE_SIDE)
+    a, b = torch.randn(2, side, side, device=device).to(dtype)
+    best = min(seconds_of(device, lambda: a @ b) for _ in range(4))  # the first is a warm-up
+    return torch.tensor(2 * side**3 / best, dtype=torch.float64)
+
+
+def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
+    """Return how long `device` takes for `work`."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    backend = module_of(device)
+    start, end = (backend.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000

@@ -1,10 +1,14 @@
-"""Determines which fields of an event are values recorded by the script, and in which direction each is better."""
+"""Determines which fields of an event are values recorded by the script, in which direction each is better, and which
+checkpoint was evaluated best. Does not import torch."""
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from hvdtrain.engines.errors import UserError
 
+CheckpointFacts = dict[str, Any]  # of which only "best" is read here
+Name = TypeVar("Name")
 PHASES = ("loading", "compute", "communication")  # of the time of a step; the rest is reporting
 # Fields of all events. Scripts cannot use these names for recorded values.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
@@ -129,3 +133,24 @@ def require_free(names: Iterable[str]) -> None:
     """Raise UserError if one of `names` is a field of every record."""
     if taken := FIXED.intersection(names):
         raise UserError(f"{min(taken)} is a field of every record: give the metric another name")
+
+
+def best_of(facts: Mapping[Name, CheckpointFacts]) -> list[Name]:
+    """Return the checkpoints that were evaluated, the best first; of equal ones, the oldest. facts: newest first.
+
+    They are compared by the metric of the newest one.
+    """
+    scored = [name for name in reversed(list(facts)) if goodness(facts[name]) > -math.inf]
+    metric = facts[scored[-1]]["best"].get("metric") if scored else None
+    alike = [name for name in scored if facts[name]["best"].get("metric") == metric]
+    return sorted(alike, key=lambda name: -goodness(facts[name]))
+
+
+def goodness(facts: CheckpointFacts) -> float:
+    """Return the value that its evaluation gave a checkpoint, higher for better ones; minus infinity if there is none."""
+    try:
+        value = float(facts["best"]["value"])
+        return -math.inf if math.isnan(value) else value if facts["best"]["direction"] == "max" else -value
+    except (KeyError, TypeError, ValueError, OverflowError):
+        # Also in a damaged header, which `read_facts` does not verify.
+        return -math.inf

@@ -1,27 +1,75 @@
-"""The progress display of rank 0: a bar on a terminal, or a line now and then; the slowest rank, and hints.
+"""The progress display of rank 0: tqdm's bar on a terminal, or a line now and then; and the slowest rank.
 
-The pure functions below determine what is shown, from the times of all ranks (`clock.Window`).
+A rank's own streams do not show whether its output goes to a terminal: with Open MPI, stdout is a pseudo-terminal even if
+mpirun writes to a file. So the stdout of mpirun is examined. Other launchers pass their own terminal on, or a pipe.
 """
 
+import contextlib
+import os
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple, TextIO
 
 from hvdtrain.engines import lines
-from hvdtrain.output import terminal
+from hvdtrain.launching import processes
+from hvdtrain.output.clock import RankTimes, Window, shares
 from hvdtrain.output.metric_names import PHASES
-from hvdtrain.output.rank_times import RankTimes, Window, added, shares
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
 KNOWN_SECONDS = 2.0  # measured time before the time left is estimated
-BAR = 10  # characters
-WIDE = 80  # minimum number of columns to show a bar
 SLOWER = 0.1  # a rank is reported as slow if it computes longer by more than this fraction
-ENOUGH_STEPS, ENOUGH_SECONDS = 20, 5.0  # measured before a hint is given, without the first window
 LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # measured in one window before a rank is reported as slow
-TOO_MUCH = {"loading": 0.3, "communication": 0.4}  # a hint is given above these shares of the time
-WITHOUT_CORE = 0.25  # above this share of time without a core, the hint is about cores
+OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
+# Options with which it writes before each line, or to files, too.
+TAGS = ("tag-output", "timestamp-output", "output", "output-filename")
+WIDTH = 80  # if the terminal does not report its width
+BAR = "{desc} {percentage:3.0f}% |{bar:10}| {n_fmt}/{total_fmt}  {remaining} left{postfix}"
+
+
+class Screen(NamedTuple):
+    """A terminal that shows this rank's output unchanged, as a file for tqdm."""
+
+    stream: TextIO  # the stream to write to
+    device: int  # file descriptor of the terminal, to query its width
+
+    def width(self) -> int:
+        """Return the number of columns."""
+        with contextlib.suppress(OSError):
+            return os.get_terminal_size(self.device).columns or WIDTH
+        return WIDTH
+
+    def write(self, text: str) -> None:
+        lines.put(self.stream, text)
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
+
+
+def find_screen() -> Screen | None:
+    """Return the terminal that shows the output of this process; None if there is none, or lines have tags there."""
+    launcher = next((each for each in processes.launchers() if each.name in OPEN_MPI), None)
+    if launcher is None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # missing, closed, or no file
+            if sys.stderr.isatty():
+                return Screen(sys.stderr, sys.stderr.fileno())
+        return None
+    options = [word for word in processes.command_line(launcher.pid) if word.startswith("-")]
+    if any(option.lstrip("-").partition("=")[0] in TAGS for option in options):
+        return None
+    try:
+        # O_NONBLOCK: opening a named pipe waits for a reader.
+        device = os.open(processes.PROC / f"{launcher.pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    os.set_blocking(device, True)
+    if os.isatty(device):
+        return Screen(sys.stdout, device)
+    os.close(device)
+    return None
 
 
 def slowest(ranks: Sequence[RankTimes]) -> tuple[int, float] | None:
@@ -35,61 +83,10 @@ def slowest(ranks: Sequence[RankTimes]) -> tuple[int, float] | None:
     return (rank, excess) if excess > SLOWER else None
 
 
-def remedies(config: Mapping[str, object], hosts: int, device: str) -> dict[str, str]:
-    """Return, by phase, what to try if it takes too long. Only mentions flags that this script has (`config`)."""
-    found = {}
-    if config.get("workers") is not None and config.get("dataset") != "synthetic":
-        found["loading"] = f"try more --workers (now {config['workers']}), or storage nearer to this host"
-    # Within a host, casting costs more than it saves (docs/choosing.md), unless a GPU does it.
-    casting_pays = hosts > 1 or device == "cuda"
-    fp16 = "--compression fp16 or " if casting_pays and config.get("compression") == "none" else ""
-    threads = "" if config.get("threads") == 1 or device != "cpu" else "--threads 1, "
-    found["cores"] = f"try {threads}fewer ranks, or another host"
-    found["communication"] = f"try {fp16}a larger --batch-size"
-    return found
-
-
-def hint(ranks: Sequence[RankTimes], steps: int, remedies: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return a phase that takes too long, and a line that says what to do; None if there is none, or not enough data."""
-    if steps < ENOUGH_STEPS or ranks[0].elapsed < ENOUGH_SECONDS:
-        return None
-    waited = sum(rank.without_core for rank in ranks) / sum(rank.elapsed for rank in ranks)
-    if waited > WITHOUT_CORE and "cores" in remedies:
-        message = f"ranks waited for a core {waited:.0%} of the time: this host runs more threads than it has cores"
-        return "cores", f"{message}: {remedies['cores']}"
-    share = {phase: shares(ranks)[f"{phase}_share"] for phase in TOO_MUCH if phase in remedies}
-    over = {phase: share[phase] - TOO_MUCH[phase] for phase in share if share[phase] > TOO_MUCH[phase]}
-    if not over:
-        return None
-    phase = max(over, key=lambda phase: over[phase])
-    what = f"{phase} {share[phase]:.0%} of the time"
-    late = slowest(ranks)
-    if phase == "communication" and late is not None:
-        # The slowest rank does not wait for others. Communication time beyond its own is waiting, not transfer.
-        waiting = sum(rank.communication for rank in ranks) / len(ranks) - ranks[late[0]].communication
-        if waiting > share[phase] * ranks[0].elapsed / 2:
-            return phase, f"{what}, most of it waiting for rank {late[0]}: see what slows that one down"
-    return phase, f"{what}: {remedies[phase]}"
-
-
-def fitting(text: str, width: int) -> str:
-    """Return the longest part of `text` that fits into `width` columns, cut between figures (two blanks apart)."""
-    if len(text) <= width:
-        return text
-    end = text.rfind("  ", 0, width + 2)
-    return text[: end if end > 0 else width]
-
-
-def line(figures: Sequence[str], window: Window, left_seconds: float | None, hosts: Sequence[str]) -> str:
-    """Return the progress line, most important figures first, because a narrow terminal shows only the first ones.
-
-    figures: training metrics, such as "loss 0.3136". hosts: by rank.
-    """
+def figures_of(window: Window, hosts: Sequence[str]) -> list[str]:
+    """Return what was measured, most important figures first, because a narrow terminal shows only those. hosts: by rank."""
     share = shares(window.ranks)
-    parts = [*figures[:1]]
-    if left_seconds is not None:
-        parts.append(f"{timedelta(seconds=round(left_seconds))} left")
-    parts += [*figures[1:], f"{window.rates['samples_per_second']:,.0f} samples/s"]
+    parts = [f"{window.rates['samples_per_second']:,.0f} samples/s"]
     parts += [f"{phase} {share[f'{phase}_share']:.0%}" for phase in PHASES]
     parts.append(f"{max(rank.resident_bytes for rank in window.ranks) / 1e9:.1f} GB/rank")
     if cuda_bytes := max(rank.cuda_bytes for rank in window.ranks):
@@ -98,64 +95,59 @@ def line(figures: Sequence[str], window: Window, left_seconds: float | None, hos
     if measured and (late := slowest(window.ranks)):
         rank, excess = late
         parts.append(f"slowest: rank {rank} on {hosts[rank]}, computes {excess:.0%} longer")
-    return "  ".join(parts)
+    return parts
 
 
 class Display:
-    """Shows the progress: a bar on a terminal, otherwise a line every 10 s. Each hint is shown once. say: prints a line."""
+    """Shows the progress: a bar on a terminal, otherwise a line every 10 s. say: prints a line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.hosts: list[str] = []  # by rank
-        self.remedies: dict[str, str] = {}
-        self._say = say
-        self._screen = terminal.find()
-        self._bar = ""  # content of the terminal's last line
+        self._say, self._screen = say, find_screen()
+        self._bar: Any = None  # tqdm's
         self._since: tuple[float, int] | None = None  # time and step of the first report: the start-up ends there
         self._last_line = time.monotonic()
-        self._totals: list[RankTimes] = []
-        self._first = True
-        self._steps = 0
 
     def show(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
-        """Show the progress. steps: total number of steps. figures: see `line`."""
-        now = time.monotonic()
-        if self._first:  # this window includes start-up
-            self._first = False
-        else:
-            self._totals = added(self._totals, window.ranks)
-            self._steps += window.steps
-            if found := hint(self._totals, self._steps, self.remedies):
-                phase, text = found
-                del self.remedies[phase]
-                self._say(f"hint: {text}")
-        began, first_step = self._since = self._since or (now, step)
-        left = (now - began) / max(step - first_step, 1) * (steps - step) if now - began >= KNOWN_SECONDS else None
-        text = line(figures, window, left, self.hosts)
+        """Show the progress. steps: total number of steps. figures: training metrics, such as "loss 0.3136"."""
+        measured, now = figures_of(window, self.hosts), time.monotonic()
         if self._screen is not None:
-            full = BAR * step // max(steps, 1)
-            bar = f" [{'#' * full}{'.' * (BAR - full)}]" if self._screen.width() >= WIDE else ""
-            self._bar = f"{epoch} {step / max(steps, 1):4.0%}{bar} {step}/{steps}  {text}"
+            self._bar = self._bar or bar(self._screen, step)
+            self._bar.desc, self._bar.total, self._bar.n = epoch, steps, step
+            self._bar.set_postfix_str("  ".join([*figures, *measured]), refresh=False)
             self.draw()
-        elif now - self._last_line >= PLAIN_LINE_SECONDS:
+            return
+        began, first_step = self._since = self._since or (now, step)
+        if now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_line = now
-            self._say(f"{epoch}  step {step}/{steps}  {text}")
+            seconds = (now - began) / max(step - first_step, 1) * (steps - step)
+            left = [f"{timedelta(seconds=round(seconds))} left"] if now - began >= KNOWN_SECONDS else []
+            self._say("  ".join([epoch, f"step {step}/{steps}", *figures[:1], *left, *figures[1:], *measured]))
 
     def draw(self) -> None:
         """Draw the bar, if there is one, on the current line."""
-        if self._bar and self._screen is not None:
-            # Leave the last column empty, or the terminal may wrap the line.
-            self._write("\r" + fitting(self._bar, self._screen.width() - 1) + "\x1b[K")
+        if self._bar is not None and self._screen is not None:
+            self._bar.ncols = self._screen.width() - 1  # in the last column, the terminal may wrap the line
+            self._bar.refresh()
 
     def clear(self) -> None:
         """Clear the bar, to print a line."""
-        if self._bar:
-            self._write("\r\x1b[K")
+        if self._bar is not None:
+            self._bar.clear()
 
     def close(self) -> None:
         """Remove the bar."""
-        self.clear()
-        self._bar = ""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
-    def _write(self, text: str) -> None:
-        assert self._screen is not None
-        lines.put(self._screen.stream, text)
+
+def bar(screen: Screen, step: int) -> Any:
+    """Return a bar of tqdm's that begins at `step`."""
+    from tqdm import tqdm  # only for a terminal
+
+    class Bar(tqdm):  # type: ignore[misc] # it has no types
+        monitor_interval = 0  # no thread
+
+    Bar.set_lock(threading.RLock())  # its own would be of multiprocessing, which may start a process
+    return Bar(file=screen, initial=step, leave=False, position=0, ascii=".#", bar_format=BAR)

@@ -21,8 +21,8 @@ from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.launching import processes
 from hvdtrain.output import records
+from hvdtrain.output.clock import Window
 from hvdtrain.output.metric_names import Metric
-from hvdtrain.output.rank_times import Window
 
 if TYPE_CHECKING:
     from hvdtrain.output.progress import Display
@@ -127,10 +127,7 @@ class RunOutput(records.Events):
         ranks = engine.all_gather_object(facts, "ranks")
         hosts, threads = len({rank["host"] for rank in ranks}), torch.get_num_threads()
         if self._display is not None:
-            from hvdtrain.output.progress import remedies
-
             self._display.hosts = [rank["host"] for rank in ranks]
-            self._display.remedies = remedies(config | {"threads": threads}, hosts, engine.device.type)
         self.say(
             f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
             f"{engine.device.type}, {threads} torch thread{'s'[: threads > 1]} per rank"

@@ -2,7 +2,7 @@
 
 A thread of rank 0 talks to the client, so that no step waits for it. A resumed run continues its record, whose ID is in
 --output-dir, and sends no step twice. Nothing leaves this machine unless MLFLOW_TRACKING_URI names a server, or
-WANDB_API_KEY or WANDB_MODE=online asks for it.
+WANDB_API_KEY or WANDB_MODE=online asks for it. After the first error nothing more is sent: metrics.jsonl has all.
 """
 
 import importlib.util
@@ -21,14 +21,13 @@ from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
 
-RETRY_SECONDS = 10.0  # between two attempts to reach a server that did not answer
-QUEUE_EVENTS = 10_000  # maximum number of waiting events; further ones are dropped
 END_SECONDS, STOP_SECONDS = 60.0, 5.0  # to send waiting events at the end of a run; after a stop or a failure
 SETTINGS = {  # MLflow's own would wait 15 minutes for a server that does not answer, and send usage data
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ALLOW_FILE_STORE": "true",  # it prefers a database, whose first use takes 7 s
 }  # fmt: skip
+OF_RUN = ("world_size", "engine", "dataset", "versions")  # fields of "start" that are recorded
 
 
 class Event(NamedTuple):
@@ -42,17 +41,17 @@ class Event(NamedTuple):
 
 
 class Tracker:
-    """Receives the events of metrics.jsonl on rank 0, and sends them from a thread, in their order. An event that the client
-    does not take is one line, and is tried again."""
+    """Receives the events of metrics.jsonl on rank 0, and sends them from a thread, in their order."""
 
     def __init__(self, kind: str, experiment: str, directory: Path, continued: bool):
         """directory: --output-dir. continued: the run in it is resumed. Raises UserError if the package is missing."""
+        with files.output_to(directory):
+            files.require_no_link(directory / kind)
         self._record: Mlflow | Wandb = (Wandb if kind == "wandb" else Mlflow)(experiment, directory, continued)
         self._metrics: dict[str, Metric] = {}
         self._step, self._last = 0, ""  # the last of "end" and "stop"
         self._waiting: queue.Queue[Event | None] = queue.Queue()
-        self._whole, self._warned = True, False
-        self._closing = threading.Event()
+        self._failed = False
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
 
@@ -62,41 +61,29 @@ class Tracker:
         if name == "start":
             self._metrics = recorded_metrics(fields)
         self._step = int(number(fields.get("step")) or self._step)
-        if self._waiting.qsize() >= QUEUE_EVENTS:
-            self._whole = False
-            return
-        values = tagged_values(name, fields, self._metrics)
-        self._waiting.put(Event(round(time.time() * 1000), name, self._step, values, fields))
+        if not self._failed:
+            values = tagged_values(name, fields, self._metrics)
+            self._waiting.put(Event(round(time.time() * 1000), name, self._step, values, fields))
 
     def close(self) -> None:
         """Wait until all events are sent, for a limited time."""
-        self._closing.set()
         self._waiting.put(None)
         self._thread.join(END_SECONDS if self._last == "end" else STOP_SECONDS)
-        if self._thread.is_alive() or not self._whole:
-            lines.warn(f"--track: the record in {self._record.place} is incomplete; metrics.jsonl has all of it")
+        if self._thread.is_alive():
+            self._incomplete("not all was sent in time")
 
     def _work(self) -> None:
-        while (event := self._waiting.get()) is not None:
-            while not self._takes(event):
-                if self._closing.is_set():
-                    self._whole = False
-                    return
-                self._closing.wait(RETRY_SECONDS)  # and once more at the end
-        self._whole &= self._takes(None)
-
-    def _takes(self, event: Event | None) -> bool:
-        """Send an event; None: set the state of the record. Return whether the client has taken it."""
         try:
-            self._record.finish(self._last) if event is None else self._record.send(event)
+            while (event := self._waiting.get()) is not None:
+                self._record.send(event)
+            self._record.finish(self._last)
         except Exception as error:  # any error of requests, urllib3, the server or the disk must not end the run
-            if not self._warned:  # only the first of several consecutive errors
-                why = without_password(" ".join(str(error).split())[:200] or type(error).__name__)
-                lines.warn(f"--track: {self._record.place} does not accept this run at the moment ({why})")
-            self._warned = True
-            return False
-        self._warned = False
-        return True
+            self._failed = True
+            self._incomplete(" ".join(str(error).split())[:200] or type(error).__name__)
+
+    def _incomplete(self, why: str) -> None:
+        place = self._record.place
+        lines.warn(f"--track: the record in {place} ends here ({without_password(why)}): metrics.jsonl has all of it")
 
 
 class Record:
@@ -130,8 +117,6 @@ class Mlflow(Record):
             import mlflow  # takes 2 s with MlflowClient
         except ImportError as error:
             raise UserError(f"--track needs a package: pip install 'hvdtrain[track]' ({error})") from error
-        with files.output_to(directory):
-            files.require_no_link(directory / "mlflow")
         self._mlflow, self._experiment = mlflow, os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
         self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory / "mlflow").absolute().as_uri()
         self._client: Any = None
@@ -139,43 +124,41 @@ class Mlflow(Record):
         super().__init__(directory, "mlflow", self._uri, continued)
 
     def send(self, event: Event) -> None:
-        """Send one event. Called again with the same one after an exception."""
-        if not self.run:
-            self._open()
-        client, entities = self._client, self._mlflow.entities
+        """Send one event."""
+        client, entities = self._client or self._open(), self._mlflow.entities
         if event.name == "start":
             config = {name: str(value) for name, value in dict(event.fields.get("config") or {}).items()}
             known = client.get_run(self.run).data.params if self.continued else {}  # parameters never change
             new = [entities.Param(name, value) for name, value in config.items() if name not in known]
             for first in range(0, len(new), 100):  # MLflow's limit for one request
                 client.log_batch(self.run, params=new[first : first + 100])
-            tags = {name: event.fields.get(name) for name in ("world_size", "engine", "dataset", "versions")}
+            tags = {name: event.fields.get(name) for name in OF_RUN}
             tags |= {f"changed.{n}": f"{known[n]} -> {v}" for n, v in config.items() if known.get(n, v) != v}
             client.log_batch(self.run, tags=[entities.RunTag(name, str(value)) for name, value in tags.items()])
         if "parameters_sha256" in event.fields:
             client.set_tag(self.run, "parameters_sha256", event.fields["parameters_sha256"])
         for name in event.values if self.continued else ():  # a resumed run repeats some steps
             if name not in self._reached:
-                self._reached[name] = max(
-                    (point.step for point in client.get_metric_history(self.run, name)), default=-1
-                )
+                points = client.get_metric_history(self.run, name)
+                self._reached[name] = max((point.step for point in points), default=-1)
         fresh = [name for name in event.values if event.step > self._reached.get(name, -1)]
         if fresh:
-            points = [entities.Metric(name, event.values[name], event.time_ms, event.step) for name in fresh]
-            client.log_batch(self.run, metrics=points)
+            values = [entities.Metric(name, event.values[name], event.time_ms, event.step) for name in fresh]
+            client.log_batch(self.run, metrics=values)
 
-    def _open(self) -> None:
-        """Continue the MLflow run of this run, or create one."""
-        client = self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
-        if run := self.known_id():
-            client.update_run(run, status="RUNNING")
-            self.run = run
-            return
+    def _open(self) -> Any:
+        """Continue the MLflow run of this run, or create one. Return the client."""
+        client = self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
+        self.run = self.known_id()
+        if self.run:
+            client.update_run(self.run, status="RUNNING")
+            return client
         found = client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found is not None else client.create_experiment(self._experiment)
         self.run = client.create_run(experiment, run_name=self.directory.absolute().name).info.run_id
         self.continued = False
         self.note()
+        return client
 
     def finish(self, last: str) -> None:
         """Set the run's status."""
@@ -189,8 +172,6 @@ class Wandb(Record):
     def __init__(self, project: str, directory: Path, continued: bool):
         if importlib.util.find_spec("wandb") is None:  # its import takes 2 s: in the thread
             raise UserError("--track needs a package: pip install 'hvdtrain[wandb]' (No module named 'wandb')")
-        with files.output_to(directory):
-            files.require_no_link(directory / "wandb")
         self._mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._project = os.environ.get("WANDB_PROJECT") or project
         self._wandb_run: Any = None
@@ -210,7 +191,7 @@ class Wandb(Record):
             )  # fmt: skip
             self.note()
         if event.name == "start":
-            facts = {name: event.fields.get(name) for name in ("world_size", "engine", "dataset", "versions", "ranks")}
+            facts = {name: event.fields.get(name) for name in (*OF_RUN, "ranks")}
             self._wandb_run.config.update({**event.fields.get("config", {}), "run": facts}, allow_val_change=True)
         if event.name == "end":
             self._wandb_run.summary.update(event.fields)

@@ -74,9 +74,9 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
     from hvdtrain.engines.errors import Failure
     from hvdtrain.loop import loop as loops
     from hvdtrain.loop.step import Step
-    from hvdtrain.output import device_times
+    from hvdtrain.output import clock
 
-    device_times.SIDES[stand_in.NAME] = 64
+    clock.SIDES[stand_in.NAME] = 64
     stand_in.ledger.noted.clear()
     state.step = 0
     steps: dict[int, bool] = {}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torchvision.models import resnet18, resnet50
 
-from hvdtrain.output.device_times import matrix_product_rate
+from hvdtrain.output.clock import matrix_product_rate
 
 CPU = "--cpu" in sys.argv
 DEVICE = torch.device("cpu" if CPU else "cuda")

@@ -67,7 +67,7 @@ def test_without_a_server_the_record_is_in_the_output_folder_or_the_run_goes_on_
     done = several("mpirun", 2, tmp_path / "runs", runs)
     assert done["local"].code == done["down"].code == 0, done
     assert "warning" not in done["local"].stderr
-    assert "warning: --track: http://127.0.0.1:9 does not accept this run at the moment" in done["down"].stderr
+    assert "warning: --track: the record in http://127.0.0.1:9 ends here (" in done["down"].stderr
     assert len(list((tmp_path / "local" / "mlflow").glob("*/*/metrics/summary/test_accuracy"))) == 1
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hvdtrain import benchmark
 from hvdtrain.benchmark import parse
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.output.rank_times import RankTimes
+from hvdtrain.output.clock import RankTimes
 
 QUICK = "--engine serial --threads 1 --model convnet --batch-size 4 --warmup-steps 1 --repeats 1 --steps 1"
 

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint import writer as writers
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lock import Lock
-from hvdtrain.output import best
+from hvdtrain.output import metric_names
 from tests.facts import sound_facts
 
 TENSORS = {
@@ -246,8 +246,8 @@ def test_a_run_reads_the_header_of_each_earlier_checkpoint_once_and_of_its_own_n
 
 @pytest.mark.parametrize("value", [None, "x", [1], float("nan"), 10**400])
 def test_a_value_that_is_no_number_is_not_the_best(value):
-    assert best.goodness({"best": {"value": value, "direction": "max"}}) == -math.inf
-    assert best.goodness({"best": {"value": 1, "direction": "min"}}) == -1.0
+    assert metric_names.goodness({"best": {"value": value, "direction": "max"}}) == -math.inf
+    assert metric_names.goodness({"best": {"value": 1, "direction": "min"}}) == -1.0
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("max", 1), ("min", -1)])

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.sharding import epoch_order
-from hvdtrain.output.best import goodness
+from hvdtrain.output.metric_names import goodness
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
