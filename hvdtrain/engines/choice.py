@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.launchers import announced, in_batch_shell
 
 OF_DDP = ("torchrun", "Kubeflow")  # launchers whose ranks Horovod cannot see
 NO_HOROVOD = "Horovod is not installed here; `make setup` builds it"
@@ -36,7 +36,9 @@ def choose(
     there = (installed or horovod_is_installed)()
     if launcher == "none" or (size == 1 and not there):
         if supports("serial"):
-            return Choice("serial", "one process")
+            tasks = environment.get("SLURM_NTASKS", "1") if in_batch_shell(environment) else "1"
+            rest = f", not the {tasks} tasks of this Slurm job: srun or mpirun starts them" if tasks != "1" else ""
+            return Choice("serial", f"one process{rest}")
         return Choice("horovod", "for these flags") if there else Choice("ddp", f"for these flags; {NO_HOROVOD}")
     return Choice("horovod", f"{launcher} started the ranks") if there else Choice("ddp", NO_HOROVOD)
 

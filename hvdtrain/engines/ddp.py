@@ -126,6 +126,9 @@ class ReducedModel:
         give_gradients_the_weights_strides(model)
         self._wrap()
 
+    def holds(self, model: nn.Module) -> bool:
+        return self._model is model
+
     def _wrap(self) -> None:
         self._trained = [parameter.requires_grad for parameter in self.parameters]
         self._replica: nn.parallel.DistributedDataParallel | None = None
@@ -155,6 +158,15 @@ class ReducedModel:
         if self._replica is not None and (self._options["find_unused_parameters"] or self.hook.ready):
             self._replica.reducer.prepare_for_backward([loss] if self._options["find_unused_parameters"] else [])
 
+    def reduce_nothing(self) -> None:
+        """Take part in the reduction where no loss of this rank depends on the model: the other ranks wait for it."""
+        if self._replica is not None and self._options["find_unused_parameters"]:
+            trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+            # DDP's reducer begins with the gradient of one parameter, here zero. The others stay unused on this rank.
+            nothing = trained[-1].flatten()[:0].sum()
+            self._replica.reducer.prepare_for_backward([nothing])
+            nothing.backward()
+
     def leave(self) -> None:
         self._replica = None
 
@@ -183,6 +195,7 @@ class DdpEngine(Engine):
     _group: Any = None  # of torch.distributed; None: the default one
     _first = 0  # its first rank, by its number in the default group
     _reduces = False  # whether the current micro-batch is the step's last one
+    _has_loss = False  # whether that has had a loss
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
@@ -280,6 +293,7 @@ class DdpEngine(Engine):
     def micro_batch(
         self, models: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
     ) -> Iterator[None]:
+        self._has_loss = False
         for model in self._models:
             model.hook.ready = 0.0
             if number == 0:
@@ -289,10 +303,15 @@ class DdpEngine(Engine):
             for model in self._models:
                 model.begin()
         yield
+        if self._reduces and self._has_loss and len(models) == 1:  # of several, the other ranks' choice is not known
+            for model in self._models:
+                if model.holds(models[0]) and not model.hook.ready:
+                    model.reduce_nothing()
         # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.
         self.gradients_ready_at = max((model.hook.ready for model in self._models), default=0.0) or None
 
     def begin_backward(self, loss: Tensor) -> None:
+        self._has_loss = True
         if self._reduces:
             for model in self._models:
                 model.begin_again(loss)
@@ -371,13 +390,19 @@ def serve(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore"
 def join(address: str, size: int) -> "torch.distributed.TCPStore":
     """Return the TCPStore that another rank serves at `address`: "HOST PORT". Raises UserError, TimeoutError, RuntimeError.
 
-    Trap: torch waits without a limit for the first answer. Another program at this port may never give one.
+    Trap: torch waits without a limit for the first answer. Another program at this port may never give one. Where nothing
+    listens, it tries for longer than it is told.
     """
     host, _, port = address.partition(" ")
     if not port.isdecimal():
         raise UserError(
             f"{address[:80]!r} is not where rank 0 listens: another program uses the port of the rendezvous"
         )
+    until = time.monotonic() + MEETING_SECONDS
+    while not listens(host, int(port)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"rank 0 did not listen at {host}:{port} within {MEETING_SECONDS:.0f} s")
+        time.sleep(0.1)
     limit = timedelta(seconds=MEETING_SECONDS)
     results: list[torch.distributed.TCPStore | Exception] = []
 
@@ -389,9 +414,18 @@ def join(address: str, size: int) -> "torch.distributed.TCPStore":
 
     thread = threading.Thread(target=connect, name="join", daemon=True)
     thread.start()
-    thread.join(2 * MEETING_SECONDS)  # longer than torch tries again where it has an answer
+    thread.join(MEETING_SECONDS)
     if not results:
         raise TimeoutError(f"what listens at {host}:{port} does not answer")
     if isinstance(results[0], Exception):
         raise results[0]
     return results[0]
+
+
+def listens(host: str, port: int) -> bool:
+    """Return whether a program accepts connections at this address."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError:
+        return False
+    return True

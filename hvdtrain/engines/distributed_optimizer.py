@@ -125,11 +125,19 @@ def distributed_optimizer(
     # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
     # hooks, and state that is not empty at the beginning.
     vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
-    # torch puts the hooks of an optimizer around the step of each class that is not marked as `hooked`. Horovod's step
-    # calls that of the script's class, which has them.
     kind: Any = type(distributed)
-    kind.step = getattr(kind.step, "__wrapped__", kind.step)
-    kind.step.hooked = True
+
+    def step(self: Any, *closure: Any) -> Any:
+        """As Horovod's, which hands on `None` as the closure, and a step of the script's own may take none."""
+        if self._should_synchronize:
+            self.synchronize()
+        self._synchronized = False
+        return super(kind, self).step(*closure)
+
+    # torch puts the hooks of an optimizer around the step of each class that is not marked as `hooked`. This step calls that
+    # of the script's class, which has them.
+    step.hooked = True  # type: ignore[attr-defined] # of a function
+    kind.step = step
     if isinstance(compressor, GradientCompressor):
         send_buckets_together(kind, hvd, compressor)
     return distributed

@@ -103,7 +103,18 @@ def _candidates(environment: Mapping[str, str]) -> list[Launcher]:
         managers = [BY_NAME[name] for name in MANAGERS]
         if None not in place:
             first += [each for each in managers if place == (environment.get(each.rank), environment.get(each.size))]
-    return first + [each for each in LAUNCHERS if not each.mark or each.mark in environment]
+    found = first + [each for each in LAUNCHERS if not each.mark or each.mark in environment]
+    if in_batch_shell(environment):
+        found = [launcher for launcher in found if launcher.name != "Slurm"]
+    return found
+
+
+def in_batch_shell(environment: Mapping[str, str]) -> bool:
+    """Return whether a process of a Slurm job was started without srun, by the script that sbatch runs.
+
+    Slurm sets SLURM_PROCID=0 and the job's SLURM_NTASKS there, too, but no step: other ranks would never come.
+    """
+    return "SLURM_JOB_ID" in environment and not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environment)
 
 
 def _of_slurms_plugin(environment: Mapping[str, str]) -> bool:
@@ -213,4 +224,5 @@ def tasks_per_node(text: str) -> list[int]:
 def cores_of_job(environment: Mapping[str, str], place: Announced) -> float:
     """Return how many cores of this host Slurm allocated to the job; inf under any other launcher."""
     value = environment.get("SLURM_CPUS_ON_NODE", "")
-    return int(value) if place.launcher == "Slurm" and value.isdecimal() and int(value) > 0 else float("inf")
+    of_slurm = place.launcher == "Slurm" or (place.launcher == "none" and in_batch_shell(environment))
+    return int(value) if of_slurm and value.isdecimal() and int(value) > 0 else float("inf")

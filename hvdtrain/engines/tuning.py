@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.engines import gloo
-from hvdtrain.engines.launchers import GLOO_ALONE, OPEN_MPI, alone_in_pid_namespace
+from hvdtrain.engines.launchers import GLOO_ALONE, OPEN_MPI, alone_in_pid_namespace, in_batch_shell
 
 # With the defaults, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background thread, and
 # the thread that waits for a result. On a host with as many ranks as cores, they take CPU time from the threads that
@@ -51,8 +51,9 @@ def prepare_environment(size: int, launcher: str, *, gloo_built: bool) -> list[s
     crash."""
     # Without a launcher, Open MPI 4 would start a daemon first. That takes time, and fails if MPI was relocated.
     os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
-    if size == 1 and launcher == "Slurm" and "PMIX_RANK" not in os.environ and gloo_built:
-        os.environ.update(GLOO_ALONE)  # Open MPI would end a single process that srun has started, for want of PMI
+    in_slurm = launcher == "Slurm" or (launcher == "none" and in_batch_shell(os.environ))
+    if size == 1 and in_slurm and "PMIX_RANK" not in os.environ and gloo_built:
+        os.environ.update(GLOO_ALONE)  # Open MPI would end a single process of a Slurm job, for want of PMI
     if launcher == OPEN_MPI:
         os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:

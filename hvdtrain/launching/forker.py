@@ -77,18 +77,22 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         with listener:
             return Forker(pid, listener.getsockname(), imported)
     leave_terminal()  # its signals reach only the starter, which forwards them to the ranks once
+    # They may be sent to every process of the job, as systemd and Slurm do: what they mean is the starter's to say.
+    for number in HANDED_ON:
+        signal.signal(number, signal.SIG_IGN)
     processes.end_with_parent(starter, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.close(imported)
     remedy = "look at the file system that Python is on, or raise --start-timeout"
     message = f"hvdtrain.starter: error: its modules were not imported within {import_seconds:.0f} s: {remedy}"
     with import_timeout.limited(import_seconds, message):
-        import_once(run_script.source(run_script.find(words)), asked)
+        program = run_script.find(words)
+        import_once(run_script.source(program), asked)
     if not oversubscribe and reduces_on_gpus():
         capacity.refuse_too_many_for_gpus(ranks, capacity.gpus_here(os.environ))
     os.write(done, b".")
     os.close(done)
-    serve(listener, starter)
+    serve(listener, starter, program)  # read once: it may be a pipe, as of `<(cat train.py)`
     os._exit(0)
 
 
@@ -152,8 +156,11 @@ def reduces_on_gpus() -> bool:
     return torch is not None and torch.version.cuda is not None and hvd is not None and bool(hvd.nccl_built())
 
 
-def serve(listener: socket.socket, starter: int) -> None:
-    """Fork a rank for each connection. Returns once the starter has ended and no rank is left; not in the ranks."""
+def serve(listener: socket.socket, starter: int, program: run_script.Program | None = None) -> None:
+    """Fork a rank for each connection. Returns once the starter has ended and no rank is left; not in the ranks.
+
+    program: of all ranks; None: each rank reads what it is asked for, which may have been changed between two attempts.
+    """
     ranks: dict[int, Rank] = {}  # by pid
     signals = SignalSocket()
     signals.listen([signal.SIGCHLD])
@@ -166,7 +173,7 @@ def serve(listener: socket.socket, starter: int) -> None:
                     signals.received()
                 elif key.fileobj is listener:
                     connections = [rank.connection for rank in ranks.values()]
-                    if rank := fork(listener.accept()[0], [signals, listener, *connections]):
+                    if rank := fork(listener.accept()[0], [signals, listener, *connections], program):
                         ranks[rank.pid] = rank
                         selector.register(rank.connection, selectors.EVENT_READ, rank)
                 else:  # who asked for this rank is gone
@@ -206,7 +213,9 @@ def tell(connection: socket.socket, line: bytes) -> None:
         connection.sendall(line + b"\n")
 
 
-def fork(connection: socket.socket, others: Sequence[socket.socket | SignalSocket]) -> Rank | None:
+def fork(
+    connection: socket.socket, others: Sequence[socket.socket | SignalSocket], program: run_script.Program | None
+) -> Rank | None:
     """Fork the rank that is asked for over `connection`. Returns None if the request was invalid or the fork failed.
 
     others: sockets that the rank does not need. Does not return in the rank.
@@ -225,7 +234,7 @@ def fork(connection: socket.socket, others: Sequence[socket.socket | SignalSocke
     if pid == 0:
         for other in others:
             other.close()
-        become_rank(connection, asked, streams, forker)
+        become_rank(connection, asked, streams, forker, program)
     with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
         os.setpgid(pid, pid)
     for stream in streams:
@@ -254,7 +263,9 @@ def receive(connection: socket.socket, streams: list[int]) -> Request:
     return asked
 
 
-def become_rank(connection: socket.socket, asked: Request, streams: Sequence[int], forker: int) -> NoReturn:
+def become_rank(
+    connection: socket.socket, asked: Request, streams: Sequence[int], forker: int, program: run_script.Program | None
+) -> NoReturn:
     """Take over the state of who asked for the rank, and run the program."""
     leave_terminal()
     for number, stream in enumerate(streams):
@@ -285,7 +296,7 @@ def become_rank(connection: socket.socket, asked: Request, streams: Sequence[int
     if asked.proxy:  # it has no use for the message, and must notice when this connection is closed
         connection.close()
     try:
-        program = run_script.find(asked.words)
+        program = program or run_script.find(asked.words)
     except UserError as error:
         exit_codes.end_with(error)
     rank_exit.run(program, lambda code: tell(connection, FAILED + b" %d" % code))

@@ -36,6 +36,7 @@ class Program(NamedTuple):
     main: ModuleType  # becomes sys.modules["__main__"]
     argv: list[str]
     directory: str | None  # becomes sys.path[0]; None: sys.path is not changed
+    text: bytes | None = None  # of a file, which may be a pipe and not be read again
 
 
 def find(words: list[str]) -> Program:
@@ -58,12 +59,15 @@ def _file(name: str, arguments: list[str]) -> Program:
     path = os.path.abspath(name)  # noqa: PTH100 - like the interpreter, does not resolve links
     try:
         with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+            text = file.read()
     except OSError as error:
         raise UserError(f"{name} cannot be read ({error.strerror}): name a Python script, or `-m MODULE`") from None
+    if b"\0" in text:  # compiled, or an archive
+        raise UserError(f"{name} is no source code of Python: name a script (.py), or `-m MODULE`", everywhere=True)
+    code = compile(text, path, "exec", dont_inherit=True)
     main = _main(path, SourceFileLoader("__main__", path), None)
     safe_path = bool(os.environ.get("PYTHONSAFEPATH")) or sys.flags.isolated
-    return Program(code, main, [name, *arguments], None if safe_path else str(Path(path).resolve().parent))
+    return Program(code, main, [name, *arguments], None if safe_path else str(Path(path).resolve().parent), text)
 
 
 def _module(name: str, arguments: list[str]) -> Program:
@@ -105,6 +109,8 @@ def _main(path: str | None, loader: object, spec: ModuleSpec | None) -> ModuleTy
 
 def source(program: Program) -> str:
     """Return the source code of `program`; "" if there is none."""
+    if program.text is not None:
+        return importlib.util.decode_source(program.text)
     loader, spec = program.main.__loader__, program.main.__spec__
     get_source = getattr(loader, "get_source", None)
     try:

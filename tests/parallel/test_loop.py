@@ -161,6 +161,34 @@ def test_parameters_that_only_some_ranks_use(engine):
         assert all(end == ends[0] for end in ends)
 
 
+def test_a_rank_whose_loss_does_not_depend_on_the_model_adds_nothing(engine):
+    """As a detector's where a batch has no target. The other ranks' gradients count as they are."""
+    with a_run(engine, epochs=1) as run:
+        net = nn.Linear(3, 1)
+        start = net.weight.detach().clone()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), find_unused_parameters=True)
+        last = engine.size - 1
+        constant = torch.tensor(0.0, requires_grad=True)
+        fit(run, [X], lambda step, x: constant if run.rank == last else model(x).sum())
+        ends = engine.all_gather_object(net.weight.tolist(), "ends")
+        assert all(end == ends[0] for end in ends)
+        assert torch.equal(net.weight, start) == (engine.size == 1)
+
+
+class WithoutClosure(torch.optim.SGD):
+    def step(self) -> None:
+        super().step()
+
+
+def test_an_optimizer_whose_step_takes_no_closure(engine):
+    with a_run(engine, epochs=1) as run:
+        net = nn.Linear(3, 1)
+        start = net.weight.detach().clone()
+        model, _ = run.prepare(net, WithoutClosure(net.parameters(), lr=0.1))
+        fit(run, [X], lambda step, x: model(x).sum())
+        assert not torch.equal(net.weight, start)
+
+
 def test_a_gradient_missing_on_one_rank_is_named_on_all(engine):
     if engine.name != "horovod":
         pytest.skip("only Horovod's gradients tell the others")

@@ -12,6 +12,7 @@ KUBEFLOW = {"PET_NODE_RANK": "0", "PET_NNODES": "2"}
 HOROVODRUN = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+SBATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # its script's shell, without srun
 ALONE_IN_SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
 
 
@@ -25,6 +26,7 @@ ALONE_IN_SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
         (HOROVODRUN, "horovod", "ddp"),
         (MPIRUN, "horovod", "ddp"),
         (SRUN, "horovod", "ddp"),
+        (SBATCH, "serial", "serial"),
         (ALONE_IN_SLURM, "horovod", "serial"),
     ],
 )
@@ -38,6 +40,7 @@ def test_the_launcher_decides(environment, with_horovod, without):
 def test_who_has_no_horovod_is_told_how_to_get_it():
     assert "make setup" in choice.choose(MPIRUN, installed=lambda: False).reason
     assert "make setup" not in choice.choose(TORCHRUN, installed=lambda: False).reason
+    assert choice.choose(SBATCH).reason == "one process, not the 4 tasks of this Slurm job: srun or mpirun starts them"
 
 
 @pytest.mark.parametrize(

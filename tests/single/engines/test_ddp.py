@@ -116,3 +116,12 @@ def test_shutdown_ends_gloos_threads():
         assert any("gloo" in name for name in threads())
     # A thread that was joined may stand in /proc a moment longer.
     wait_for(lambda: not any("gloo" in name for name in threads()), threads)
+
+
+def test_a_rank_whose_rank_0_never_comes_ends_at_its_limit(monkeypatch):
+    """torch tries for longer: 211 s in place of 120."""
+    monkeypatch.setattr(ddp, "MEETING_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(TimeoutError, match=f"^rank 0 did not listen at 127.0.0.1:{port} within 0 s$"):
+        ddp.join(f"127.0.0.1 {port}", 2)

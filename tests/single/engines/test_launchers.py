@@ -28,6 +28,11 @@ ENVIRONMENTS = [
     ("none", "run", "", "none 0 1 1"),
     ("salloc without a step", "run", "SLURM_NTASKS=8", "none 0 1 1"),
     (
+        "the shell of an sbatch script", "read: slurm/src/slurmd/slurmstepd",
+        "SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_NODELIST=a",
+        "none 0 1 1",
+    ),
+    (
         "horovodrun", "run",
         "HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2",
         "horovodrun 3 4 2",

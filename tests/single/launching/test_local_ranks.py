@@ -277,6 +277,20 @@ def test_what_a_program_without_a_module_says_is_one_line(start):
     assert start("", 3, "-m no.such_module").ends() == (2, "", f"hvdtrain.starter: error: {said}\n")
 
 
+def test_a_program_out_of_a_pipe_is_that_of_each_rank(start, tmp_path):
+    """As of `hvdtrain.starter <(cat train.py)`: the ranks found it read to its end, and did nothing."""
+    os.mkfifo(tmp_path / "pipe")
+    run = start("", 2, "pipe")
+    (tmp_path / "pipe").write_text("print('runs', flush=True)")
+    assert run.ends() == (0, "runs\n" * 2, "")
+
+
+def test_a_program_that_is_no_source_code_is_refused(start, tmp_path):
+    (tmp_path / "train.pyc").write_bytes(b"\xa7\r\r\n\0\0")
+    said = "train.pyc is no source code of Python: name a script (.py), or `-m MODULE`"
+    assert start("", 2, "train.pyc").ends() == (2, "", f"hvdtrain.starter: error: {said}\n")
+
+
 def test_a_syntax_error_is_shown_without_what_looks_for_the_program(start, tmp_path):
     code, out, err = start("x = (1", 3).ends()
     assert (code, out) == (1, "")
@@ -314,6 +328,17 @@ def test_signals_reach_each_rank_once(start, number, whole_group, heard):
     assert run.lines(2) == ["ready\n"] * 2
     (os.killpg if whole_group else os.kill)(run.process.pid, signal.Signals[number])
     assert run.ends() == (75, f"{heard}\n" * 2, "")
+
+
+def test_a_signal_to_every_process_of_a_job_is_for_its_ranks(start):
+    """As systemd and Slurm send it: the forker's end would be that of the ranks."""
+    run = start(HEARS)
+    assert run.lines(2) == ["ready\n"] * 2
+    for pid in members(run.job):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    code, out, err = run.ends()
+    assert (code, set(out.split()), err) == (75, {"SIGTERM"}, "")
 
 
 def test_ranks_write_to_a_terminal_that_stops_background_processes(tmp_path):
