@@ -6,7 +6,7 @@
 # make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
 # make chaos ENVIRONMENTS=--list       without the attempts of tests/chaos/environments.py: ten minutes
 # make docs                              the documentation as a site in site/: open site/index.html
-# make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and examined; hours
+# make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and tested; hours
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
 
 # A set-up that was killed may leave a .venv/bin/python that does not run.

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from hvdtrain.checkpoint import checkpoint, reading
 from tests.chaos.programs import EPOCHS, MNIST, Program
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, Done, launch, summary
 
+TOLERANCE = 1e-3  # relative, of the loss and of each weight, where the number of ranks changed
 RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", "samples", "steps", "epochs")
 
 OWN = ("ATTACK", "TAKEN", "STRUCK", "ATTEMPT", "PROGRAM")  # variables that attacked.py reads
@@ -120,3 +124,25 @@ def seconds_lost(directory: Path, faults: Sequence[Fault]) -> float:
         saved = began if step is None else max(times, default=fault)
         lost += max(0.0, fault - max(began, saved))
     return lost
+
+
+def differences(apart: Path, together: Path) -> list[str]:
+    """Return in what two runs differ beyond float tolerance."""
+    one, other = results(apart), results(together)
+    unlike = [
+        f"{name}: {one[name]}, {other[name]}" for name in ("samples", "steps", "epochs") if one[name] != other[name]
+    ]
+    if abs(one["test_loss"] - other["test_loss"]) > TOLERANCE * other["test_loss"]:
+        unlike.append(f"test_loss: {one['test_loss']}, {other['test_loss']}")
+    if (
+        abs(one["test_accuracy"] - other["test_accuracy"]) > 1.5 / 382
+    ):  # one sample on the border may fall to either side
+        unlike.append(f"test_accuracy: {one['test_accuracy']}, {other['test_accuracy']}")
+    weights = [reading.read(checkpoint.listed(path / "checkpoints")[0])[1] for path in (apart, together)]
+    unlike += [
+        f"{name}: up to {(weights[0][name] - weights[1][name]).abs().max():.1e} apart"
+        for name in weights[1]
+        if name.startswith("model.")
+        and not torch.allclose(weights[0][name], weights[1][name], rtol=TOLERANCE, atol=1e-5)
+    ]
+    return unlike

@@ -1,17 +1,15 @@
 """Attack runs at random, start them again, and compare with runs that nothing disturbed: to the bit, sample by sample.
 
-make chaos                                                    20 attacks, 1,000 damaged checkpoints, 4 -> 3 -> 2 -> 4 ranks
+make chaos                                                    20 attacks
 make chaos CHAOS="--attacks 200 --seed 7"
 make chaos CHAOS="--attacks 30 --kinds stop,spin,sleep"       ranks that hang
 make chaos CHAOS="--attacks 30 --kinds slow,stranger,launcher"    what must not end a run, and a launcher that is killed
 make chaos CHAOS="--attacks 30 --launchers starter"           ranks that one process has forked
 make chaos CHAOS="--attacks 30 --launchers mpirun.sh"         restarts by the wrapper, whose start-up is struck, too
 make chaos CHAOS="--attacks 30 --kinds refill"                a disk that is full and free again (root only: mounts one)
-make chaos CHAOS="--attacks 250 --seed 1,2 --results FILE"    collects outcomes of 500 in FILE, in several sessions
-make chaos CHAOS="--results FILE"                             only the table of them, and which failed at first
 make chaos CHAOS="--attacks 50 --programs imagenet,augment"   on shards, and a user's own program, with DataLoader workers
-make chaos CHAOS="--attacks 0 --schedule ''"                  only the checkpoints: seconds
-make chaos CHAOS="--attacks 0 --damages 0 --schedule 2,1,2"   only the change of ranks
+
+Damaged checkpoints: tests/single/test_bad_files.py. Another number of ranks: tests/e2e/training/test_resume.py.
 """
 
 import argparse
@@ -24,14 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.checkpoint import checkpoint
-from tests.chaos.damages import damages
 from tests.chaos.lineage import HARMLESS, WRAPPER, all_struck, attacked, results, seconds_lost, tally
-from tests.chaos.outcomes import Outcome, Outcomes, report
 from tests.chaos.programs import EPOCHS, MNIST, PROGRAMS, Program, programs
-from tests.chaos.schedule import schedule
 
 # Where a fault strikes, and how often a whole run comes by there.
 TRAINING = {"load": 16, "backward": 16, "allreduce": 16, "update": 16, "evaluate": 2, "snapshot": 8}
@@ -49,6 +45,31 @@ TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "start
 DISK = "512m"  # size of the file system that is full
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 LIMIT = 300  # seconds of one start, after which it hangs: 8 ranks with DataLoader workers, beside a second session, take 150
+
+
+@dataclass
+class Outcome:
+    kind: str  # its row in the table
+    attack: str
+    survived: bool  # it came to its end, with no hang and no code but those promised
+    equal: bool  # to the bit
+    lost: int = 0  # samples
+    repeated: int = 0  # samples
+    detected: float | None = None  # seconds from the fault to the end of the launcher; None where the run went on
+    seconds_lost: float | None = None  # of training that was done again: from the checkpoint taken to the fault
+    leftovers: int = 0
+    note: str = ""
+    program: str = ""
+    launcher: str = ""
+    ranks: int = 0
+
+    @property
+    def good(self) -> bool:
+        return self.survived and self.equal and not (self.lost or self.repeated or self.leftovers)
+
+    def __str__(self) -> str:
+        detected = "-" if self.detected is None else f"{self.detected:.1f} s"
+        return f"{'ok  ' if self.good else 'FAIL'} {detected:>7}  {self.attack}  {self.note}"
 
 
 def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Program, *, restarted: bool = False) -> dict:
@@ -222,6 +243,40 @@ def run_to_its_end(
     return True
 
 
+HEAD = ("fault", "number", "survived", "equal bits", "samples lost", "samples repeated", "left over",
+        "detected in s: median, worst", "training repeated in s: median, worst")  # fmt: skip
+
+
+def spread(seconds: Iterable[float | None]) -> str:
+    ordered = sorted(value for value in seconds if value is not None)
+    return f"{ordered[len(ordered) // 2]:.1f}, {ordered[-1]:.1f}" if ordered else "-"
+
+
+def table(outcomes: list[Outcome]) -> str:
+    groups: dict[str, list[Outcome]] = {}
+    for form, of in (("{}", "kind"), ("under {}", "launcher"), ("of {}", "program"), ("{} ranks", "ranks")):
+        told = [(getattr(outcome, of), outcome) for outcome in outcomes if getattr(outcome, of)]
+        if of == "kind" or len({value for value, _ in told}) > 1:
+            for value, outcome in sorted(told, key=lambda one: one[0]):
+                groups.setdefault(form.format(value), []).append(outcome)
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for name, some in [*groups.items(), ("all", outcomes)]:
+        sums = [
+            sum(getattr(o, field) for o in some) for field in ("survived", "equal", "lost", "repeated", "leftovers")
+        ]
+        cells = (name, len(some), *sums, spread(o.detected for o in some), spread(o.seconds_lost for o in some))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def report(outcomes: list[Outcome]) -> int:
+    """Print the table and every outcome that failed. Return the exit code: 1 if one did."""
+    print(table(outcomes))
+    failed = [outcome for outcome in outcomes if not outcome.good]
+    print(f"\n{len(outcomes) - len(failed)} of {len(outcomes)} passed", *(f"    {one!r}" for one in failed), sep="\n")
+    return int(bool(failed))
+
+
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a parser of names of `known`, joined by commas."""
 
@@ -241,14 +296,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tests.chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attacks", type=int, help="on processes, for each seed (default: 20; with --results: none)")
-    parser.add_argument("--damages", type=int, help="to a checkpoint (default: 1000; with --results: none)")
-    parser.add_argument(
-        "--schedule", help="ranks of the parts of one run (default: 4,3,2,4; with --results: none; '': none)"
-    )
-    parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="collect outcomes there; what passed is not repeated"
-    )
+    parser.add_argument("--attacks", type=int, default=20, help="for each seed (default: %(default)s)")
     parser.add_argument("--seed", type=some_numbers, default=[1], help="of the attacks; several: 1,2 (default: 1)")
     parser.add_argument("--kinds", type=some_of(KINDS), help=f"of attacks (default: {','.join(KINDS)})")
     parser.add_argument("--launchers", type=some_of(LAUNCHED), default=list(LAUNCHED), help="default: all")
@@ -258,17 +306,7 @@ def parse() -> argparse.Namespace:
         "--ranks", type=sizes, default=["2", "3", "4"], help="drawn from (default: 2,3,4; also 6 and 8)"
     )
     flags = parser.parse_args()
-    try:
-        flags.outcomes = Outcomes(flags.results)
-    except (OSError, ValueError) as error:
-        parser.error(f"--results {flags.results}: {error}")
-    if flags.attacks is None:
-        flags.attacks = 0 if flags.results else 20
-    if flags.damages is None:
-        flags.damages = 0 if flags.results else 1000
-    if flags.schedule is None:
-        flags.schedule = "" if flags.results else "4,3,2,4"
-    if flags.attacks and "refill" in (flags.kinds or KINDS) and not can_mount():
+    if "refill" in (flags.kinds or KINDS) and not can_mount():
         if flags.kinds:
             parser.error("--kinds refill needs root, to mount a small file system: unshare -m")
         flags.kinds = [kind for kind in KINDS if kind != "refill"]
@@ -278,27 +316,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     flags = parse()
-    collected, chance, more = flags.outcomes, random.Random(flags.seed[0]), list[Outcome]()
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         known = {"mnist": MNIST} if flags.programs == ["mnist"] else programs(scratch)
         undisturbed, sizes = Undisturbed(scratch), list(map(int, flags.ranks))
         for seed, number in itertools.product(flags.seed, range(1, flags.attacks + 1)):
-            if collected.survived(seed, number):
-                continue
             program = known[flags.programs[number % len(flags.programs)]]
-            own = random.Random(f"{seed} {number}")  # the same attack in whichever session
-            outcome = strike(own, flags.kinds, flags.launchers, program, sizes, scratch / str(number), undisturbed)
-            collected.add(seed, number, outcome)
-            print(f"{number:4} {outcome}", flush=True)
-        if flags.schedule:
-            more.append(schedule([int(ranks) for ranks in flags.schedule.split(",")], scratch, chance))
-            print(f"     {more[-1]}", flush=True)
-        if flags.damages:
-            done = attacked(scratch / "sound")
-            assert done.code == 0, done
-            more += damages(scratch / "sound", scratch, flags.damages, chance)
-    return report([*collected.last().values(), *more], collected.failed_before())
+            own = random.Random(f"{seed} {number}")  # the same attack whatever the others are
+            directory = scratch / f"{seed}-{number}"
+            outcomes.append(strike(own, flags.kinds, flags.launchers, program, sizes, directory, undisturbed))
+            print(f"{number:4} {outcomes[-1]}", flush=True)
+    return report(outcomes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdtrain import training
@@ -227,6 +227,53 @@ def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
     facts, tensors = saved
     checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
     assert go_on(tmp_path, engine) == TrainState(**facts["state"])
+
+
+@st.composite
+def spoilt_checkpoints(draw: st.DrawFn, sound: bytes) -> bytes:
+    """A checkpoint that a disk or a network has spoilt, or whose header is well-formed and says something else."""
+    length = int.from_bytes(sound[:8], "little")
+    header = json.loads(sound[8 : 8 + length])
+    if draw(st.booleans()):
+        return draw(spoilt(sound))
+    if draw(st.booleans()):
+        other = draw(changed(header))
+    else:
+        facts = draw(changed(json.loads(header["__metadata__"]["facts"])))
+        other = header | {"__metadata__": header["__metadata__"] | {"facts": json.dumps(facts)}}
+    text = json.dumps(other).encode()
+    assume(json.loads(text) != header)
+    return len(text).to_bytes(8, "little") + text + sound[8 + length :]
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory) -> dict[str, bytes]:
+    directory = tmp_path_factory.mktemp("two")
+    for step in (4, 8):
+        facts = sound_facts(state=asdict(TrainState(step=step, samples=64 * step)))
+        tensors = {"model.weight": torch.full((8, 3), float(step)), "model.bias": torch.arange(3)}
+        checkpoint.write(directory / checkpoint.name_of(step), facts, tensors)
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@tried(100)
+@given(data=st.data())
+def test_any_damage_to_the_newest_checkpoint_leaves_the_one_before(data, two_checkpoints, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("damaged")
+    before, newest = (directory / name for name in two_checkpoints)
+    before.write_bytes(two_checkpoints[before.name])
+    sound = two_checkpoints[newest.name]
+    damaged = data.draw(spoilt_checkpoints(sound))
+    assume(damaged != sound)
+    newest.write_bytes(damaged)
+    said: list[str] = []
+    facts, tensors = reading.newest(directory, said.append)[:2]
+    assert facts == reading.read(before)[0]
+    assert torch.equal(tensors["model.weight"], torch.full((8, 3), 4.0))
+    assert tensors["model.bias"].tolist() == [0, 1, 2]
+    assert len(said) == 1
+    assert f"{newest.name} is damaged" in said[0]
+    assert newest.with_name(f"{newest.name}.damaged").exists()
 
 
 def test_braces_in_strings_are_not_taken_for_tensors(saved, engine, tmp_path):

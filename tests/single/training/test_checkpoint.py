@@ -1,6 +1,6 @@
 """The checkpoint's format: what is written comes back, and what was damaged never does.
 
-Random damages: tests/chaos/damages.py; any bytes, and headers that lie: tests/single/test_bad_files.py.
+Any damage, and headers that lie: tests/single/test_bad_files.py.
 """
 
 import errno
