@@ -5,35 +5,15 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from unittest import mock
 
 from hvdtrain import cli
+from hvdtrain.__main__ import parser_of
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "report", "doctor", "export")
 COMMANDS += ("starter", "tuned", "unpack", "datasets.make_shards", "checkpoint.verify")
 SAME = "`--help` prints the same. A number after `=` is the default. Paths may begin with `~`.\n"
 MADE = "Made from the source by `python docs/site/reference.py`.\n"
-
-
-class Reached(Exception):
-    """The parser has all its flags."""
-
-
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """Return the parser that `parse` of the command's module makes, as it is when it parses."""
-    found: list[argparse.ArgumentParser] = []
-
-    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
-        found.append(parser)
-        raise Reached
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
-        try:
-            importlib.import_module(f"hvdtrain.{command}").parse([])
-        except Reached:
-            return found[0]
-    raise AssertionError(f"{command} parses nothing")
 
 
 def flags_of(parser: argparse.ArgumentParser, recipes: cli.Recipes | None = None) -> dict[str, tuple[str, str]]:
