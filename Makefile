@@ -4,7 +4,7 @@
 # make run NP=8 RUN="--dataset digits"
 # make chaos CHAOS="--attacks 200"       kill, stop, corrupt; start again; compare the bits and count the samples
 # make chaos EXAMPLES=20000              so many bad inputs of each kind afterwards
-# make chaos ENVIRONMENTS=--list       without the attempts of tests/chaos/environments.py: ten minutes
+# make chaos ENVIRONMENTS=--co         without the attempts of tests/chaos/test_environments.py: ten minutes
 # make docs                              the documentation as a site in site/: open site/index.html
 # make matrix MATRIX=--list              other versions of Python, PyTorch and MPI: each set up and tested; hours
 # make soak SOAK="--ranks 8"             an hour of training, in which nothing may grow
@@ -63,7 +63,7 @@ chaos: setup
 chaos-attacks:
 	. .venv/bin/activate && exec python -m tests.chaos.run $(CHAOS)
 chaos-environments:
-	. .venv/bin/activate && exec python -m tests.chaos.environments $(ENVIRONMENTS)
+	. .venv/bin/activate && exec python -m pytest -q tests/chaos $(ENVIRONMENTS)
 chaos-examples:
 	. .venv/bin/activate && exec env HVDTRAIN_EXAMPLES=$(EXAMPLES) python -m pytest --timeout 7200 $(BAD)
 
