@@ -72,8 +72,8 @@ class Differing(Feature, Part):
         """Tell, also in a training without evaluations, that buffers differ."""
         if not self._announced:
             self._announced = True
-            self._run.evaluations.buffers.compare()
-            if line := self._run.evaluations.buffers.warning():
+            self._run.buffers.compare()
+            if line := self._run.buffers.warning():
                 self._run.say(line)
 
     def save(self, content: Content) -> None:

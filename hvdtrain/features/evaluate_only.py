@@ -7,20 +7,18 @@ from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.features.predictions import Predictions, write_predictions
-from hvdtrain.loop.evaluation import Evaluations
+from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.run import Run
-from hvdtrain.loop.run_base import Length, Phase
+from hvdtrain.loop.state import Length, Phase
 from hvdtrain.loop.step import Step
 
 
 class EvaluationRun(Run):
     """A run that only evaluates."""
 
+    shares_buffers = False  # a checkpoint has buffers that are the same on all ranks
     _evaluated = _predicted = False  # whether there was an evaluation, with predictions
     _predictions: Predictions | None = None  # of the current evaluation, with --predict
-
-    def make_evaluations(self) -> Evaluations:
-        return Evaluations(self, shares=False)  # a checkpoint has buffers that are the same on all ranks
 
     def epochs(
         self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
@@ -44,18 +42,16 @@ class EvaluationRun(Run):
         super().predict(**values)
         if self.flags.predict is None:
             return
-        evaluation = self.evaluations.current
-        assert evaluation is not None
+        evaluation = self._evaluation
+        assert evaluation is not None  # else `super` has raised
         self._predictions = self._predictions or Predictions(whole=evaluation.whole)
         self._predictions.add(evaluation.rows(), values)
 
-    def note_evaluation(self) -> None:
-        super().note_evaluation()
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        super().note_evaluation(evaluation)
         self._evaluated = True
         if self.flags.predict is not None:
-            assert self.evaluations.last is not None
-            whole = self.evaluations.last.whole
-            predictions, self._predictions = self._predictions or Predictions(whole=whole), None
+            predictions, self._predictions = self._predictions or Predictions(whole=evaluation.whole), None
             self._write(predictions)
 
     def _write(self, predictions: Predictions) -> None:

@@ -133,7 +133,7 @@ class LocalSteps(Feature, Part):
             torch._foreach_add_(self._shared, means, alpha=self._rate)
             torch._foreach_copy_(self._parameters, self._shared)
             self._exchange_others(step)
-            self._run.evaluations.buffers.make_alike()
+            self._run.buffers.make_alike()
         self._exchanged_at = step
 
     def _exchange_others(self, step: int) -> None:

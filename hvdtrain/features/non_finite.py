@@ -24,7 +24,7 @@ from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.modules import own_name, prefixes
 from hvdtrain.flags import Flags
 from hvdtrain.loop.feature import Feature
-from hvdtrain.loop.preparing import FUSED
+from hvdtrain.loop.prepare import FUSED
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Shared, Step
 from hvdtrain.output.run_output import RunOutput

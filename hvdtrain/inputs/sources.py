@@ -1,21 +1,26 @@
 """Which kind of data a program gives to `run.steps` and `run.evaluating`."""
 
+import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hvdtrain.engines import portable
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.sharding import kept
 
-if TYPE_CHECKING:
-    from hvdtrain.loop.loop import Loop
+
+class Begin(Protocol):
+    """Begins to read."""
+
+    def __call__(self, opened: Input, *, first: bool) -> None: ...
 
 
 def open_input(
@@ -61,13 +66,26 @@ class Data:
         require_default_device()
         return evaluation_batches(self._kinds(), self._engine, data, self._flags.seed)
 
-    def is_same(self, data: tuple[Any, ...]) -> bool:
-        """Return whether `run.steps` was given the same again."""
-        return self.input is not None and same(data, self._given)
+    def of_epoch(self, data: tuple[Any, ...], changes: bool, begin: Begin) -> Input:
+        """Return the input for the arguments of `run.steps` in this epoch. In the first one, training begins. A collective.
 
-    def take(self, data: tuple[Any, ...], opened: Input) -> None:
-        """Read from now on what `data` was opened as."""
+        begin: called with a new input.
+        """
+        require_default_device()
+        before = self.input
+        if before is not None and same(data, self._given) and not changes:
+            return before
+        with kept():  # a DataLoader draws a seed for its workers when it begins
+            opened = self.open(data)
+            opened.changes = changes
+            remedy = "give every rank all samples, each takes its part of them"
+            self._engine.require_equal("the number of samples of run.steps()", opened.samples, remedy)
+            if before is not None and before.samples != opened.samples and not changes:
+                unlike = f"{opened.samples} samples, and {before.samples} in the epoch before"
+                raise UserError(f"run.steps() got {unlike}: {CHANGES}")
+            begin(opened, first=before is None)
         self._given, self.input = data, opened
+        return opened
 
     def to_device(self, tensors: tuple[Tensor, ...]) -> Any:
         """Return the tensors on this rank's device."""
@@ -81,43 +99,6 @@ def require_default_device() -> None:
         raise UserError(f"torch.set_default_device({str(device)!r}) was called: {remedy}", everywhere=True)
 
 
-def of_epoch(run: "Loop", data: tuple[Any, ...], changes: bool) -> Input:
-    """Return the input for the arguments of `run.steps` in this epoch. In the first one, training begins. A collective."""
-    require_default_device()
-    if run.data.input is not None and run.data.is_same(data) and not changes:
-        return run.data.input
-    with kept():  # a DataLoader draws a seed for its workers when it begins
-        return _opened(run, data, changes)
-
-
-def _opened(run: "Loop", data: tuple[Any, ...], changes: bool) -> Input:
-    before, state = run.data.input, run.state
-    opened = run.data.open(data)
-    opened.changes = changes
-    remedy = "give every rank all samples, each takes its part of them"
-    run.engine.require_equal("the number of samples of run.steps()", opened.samples, remedy)
-    if before is not None and before.samples != opened.samples and not changes:
-        raise UserError(
-            f"run.steps() got {opened.samples} samples, and {before.samples} in the epoch before: {CHANGES}"
-        )
-    if before is None:
-        run.checkpoints.require_all(opened)
-        if line := opened.restore(run.checkpoints.positions, state):
-            run.say(line)
-    if state.samples_of_epoch > opened.per_epoch > 0:
-        done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
-        raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
-    epochs = run.length.epochs
-    if epochs is None:
-        epochs = state.epoch + 1 + (run.length.steps or 0)  # at least a step in each
-    per_epoch = opened.begin(run.engine, run.flags, run.initial, state, epochs)
-    run.metrics_logger.steps = run.length.steps or (0 if changes else epochs * per_epoch)  # 0: not known
-    run.data.take(data, opened)
-    run.checkpoints.begin_training()
-    run.stopping.begin(state.step)
-    return opened
-
-
 def same(one: Any, other: Any) -> bool:
     """Return whether `run.steps` was given the same again: the same object, the same number, or a tuple or dictionary of
     these."""
@@ -126,3 +107,32 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is type(other) is tuple:
         return len(one) == len(other) and all(map(same, one, other))
     return one is other or (isinstance(one, int) and one == other)
+
+
+MOST_FACTS = 2**16  # characters of JSON
+
+
+def described(name: str, reason: str, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Return what is recorded and compared of the data that a program describes. Raises UserError."""
+    for what, text in (("name", name), ("reason", reason)):
+        if not isinstance(text, str) or len(text.splitlines()) != 1:
+            raise UserError(
+                f"run.describe_data() got {text!r} as the {what}: give it one line of text", everywhere=True
+            )
+    data: dict[str, Any] = {"dataset": name}
+    for key, value in facts.items():
+        try:
+            data[key] = portable.plain(value)
+        except ValueError as error:
+            remedy = "give it numbers, text, or lists and dictionaries of these"
+            raise UserError(f"run.describe_data({key}=...) got {error}: {remedy}", everywhere=True) from error
+        if len(json.dumps(data[key])) > MOST_FACTS:
+            remedy = "give it a checksum, as hashlib.sha256(...).hexdigest()"
+            raise UserError(
+                f"run.describe_data({key}=...) is longer than {MOST_FACTS:,} characters: {remedy}", everywhere=True
+            )
+        if key == "dataset" and value != name:
+            raise UserError(
+                "run.describe_data(dataset=...): the name of the data is its first argument", everywhere=True
+            )
+    return data

@@ -1,29 +1,32 @@
-"""Evaluations: each rank's part of a test set, and means over the samples of all ranks."""
+"""Evaluations: each rank's part of a test set, and means over the samples of all ranks; and the buffers that ranks have in
+common meanwhile.
+
+Each rank changes its own buffers in its forward passes. Batch norm's running statistics are averaged. Of any other buffer
+that differs, such as a codebook that follows the samples of its rank, every rank takes rank 0's, as
+DistributedDataParallel does in every forward pass.
+"""
 
 import contextlib
 import inspect
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hvdtrain.checkpoint.checksums import checksum
 from hvdtrain.engines.accelerators import read, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.modules import kind_of, own_name, prefixes, running_statistics, statistics_of_layer
 from hvdtrain.inputs.inputs import Batch
-from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 from hvdtrain.inputs.splits import SPLIT, split_of
-from hvdtrain.loop.epochs import Epochs
-from hvdtrain.loop.shared_buffers import SharedBuffers
-from hvdtrain.output.metric_names import require_free
 
 
 class CutShort(BaseException):
-    """Raised to end an evaluation early on this rank after a stop request. `Evaluations.block` catches it."""
+    """Raised to end an evaluation early on this rank after a stop request. `Run.evaluating` catches it."""
 
 
 # What a mean may go through and still be one: not a product, such as the mean times the number of samples.
@@ -90,7 +93,7 @@ def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
 
 
 class Evaluation:
-    """The state of one `Evaluating.evaluating` block.
+    """The state of one `Run.evaluating` block.
 
     data: see there. batches: of it, on this rank; None: it is a number of samples. heartbeat: called for each
     batch. means: notices those that are given without their count.
@@ -216,138 +219,136 @@ class Evaluation:
         return names, counted
 
 
-class Evaluations:
-    """The evaluations of a run. shares: whether ranks have buffers of their own, which are made the same before."""
-
-    def __init__(self, run: "Evaluating", *, shares: bool = True):
-        self._run, self._shares = run, shares
-        prepared = run.prepared()
-        self.buffers = SharedBuffers(run.engine, prepared.models)
-        self.current: Evaluation | None = None  # inside `block`
-        self.last: Evaluation | None = None
-
-    def _share_buffers(self, averaged: Mapping[str, torch.nn.Module]) -> None:
-        """Make the buffers the same on all ranks. A collective. averaged: registered modules."""
-        run = self._run
-        # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
-        modules = averaged if run.prepared().weights_of_all is None else {}
-        self.buffers.share((run.state.epoch, run.state.step, run.in_steps), modules)
-        if line := self.buffers.warning():
-            run.say(line)
-
-    @contextlib.contextmanager
-    def block(self, data: Any, prefix: str) -> Iterator[Any]:
-        """See `Evaluating.evaluating`."""
-        run = self._run
-        prepared = run.prepared("run.evaluating()")
-        if self.current is not None:
-            raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
-        run.metrics_logger.evaluation(run.data.input)
-        began = time.perf_counter()
-        registered = run.checkpoints.registered
-        averaged = {name: what for name, what in registered.items() if isinstance(what, torch.nn.Module)}
-        prepared.require_same_parameters()
-        if self._shares:
-            self._share_buffers(averaged)
-        whole = isinstance(data, int) and not isinstance(data, bool)
-        batches = None if whole else run.data.evaluated(data)
-        means = Means()
-        self.current = self.last = evaluation = Evaluation(run.engine, data, batches, self._go_on, means)
-        models = (*prepared.replicas, *averaged.values())
-        modes = [(module, module.training) for model in models for module in model.modules()]
-        for model in models:
-            model.eval()
-        seed_generators(mixed_seed(run.flags.seed, "evaluate", run.state.step, run.rank), run.device)
-        try:
-            during = run.engine.activity.during("evaluation")
-            with run.shared_weights(), during, torch.no_grad(), run.autocast(), means:
-                yield evaluation.mine()
-        except CutShort:
-            pass
-        finally:
-            self.current = None
-            for module, training in modes:
-                module.training = training
-        # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
-        # step, the position does not match the weights yet, so nothing is saved before the step has ended.
-        if not run.in_steps and self.is_cut_short():
-            self.buffers.restore_own()
-            run.stop()
-        run.note_evaluation()
-        run.metrics_logger.evaluated(evaluation.means(), prefix)
-        run.clock.leave_out(time.perf_counter() - began)
-
-    def _go_on(self) -> None:
-        """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
-        self._run.engine.activity.heartbeat()
-        if self._run.stopping.monitor.stop_reason and not self._run.in_steps:
-            raise CutShort
-
-    def is_cut_short(self) -> bool:
-        """Return, on all ranks, whether any rank knows of a stop request: they learn of it at slightly different times. A
-        collective."""
-        mine = torch.tensor([float(self._run.stopping.monitor.stop_reason is not None)])
-        return bool(self._run.engine.sum(mine, "evaluate.stop").item())
+@contextlib.contextmanager
+def evaluation_modes(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager in which the models are in evaluation mode."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
-class Evaluating(Epochs):
-    """The epochs of a training, with evaluations in them or after them."""
+# ---- the buffers, of which each rank has its own
 
-    evaluations: Evaluations  # from `prepare` on
+COUNTER = "num_batches_tracked"  # of the batches that a batch norm's statistics are of
+NONE: Mapping[str, nn.Module] = {}
+ALIKE = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
 
-    def evaluating(self, data: Any, *, prefix: str = "") -> contextlib.AbstractContextManager[Any]:
-        """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
 
-        Inside, models, also registered ones, are in evaluation mode, without gradients; batch norm's running statistics are
-        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator
-        over batches). prefix: for the names in summary.json and in the output, such as "test".
+class NamedBuffer(NamedTuple):
+    """A buffer, and the layer that has it."""
+
+    tensor: Tensor
+    layer: nn.Module
+    is_statistic: bool  # a running statistic of batch norm
+    saved: bool  # whether checkpoints have it
+
+
+class SharedBuffers:
+    """The buffers of a run's models."""
+
+    def __init__(self, engine: Engine, models: Sequence[nn.Module]):
+        self._engine, self._models = engine, models
+        self._shared_at: object = None
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by id: buffers, and copies of what this rank had in them
+        self._unlike: list[str] = []  # of other buffers: those that differed between ranks when that was first noticed
+        self._warned = False
+
+    def share(self, position: object, registered: Mapping[str, nn.Module]) -> None:
+        """Make the buffers the same on all ranks, for an evaluation. A collective.
+
+        position: in training; a resume repeats all evaluations of the same one. See `restore_own`. registered: modules with
+        statistics of their own, such as averaged weights.
         """
-        self.prepared("run.evaluating()")
-        return self.evaluations.block(data, prefix)
+        if position != self._shared_at:
+            self._shared_at, self._own = position, {}
+        self._keep(running_statistics([*self._models, *registered.values()]))
+        self.make_alike(registered)
 
-    def predict(self, **values: Tensor) -> None:
-        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
+    def make_alike(self, registered: Mapping[str, nn.Module] = NONE) -> None:
+        """Average running statistics that differ between ranks, and copy rank 0's of other buffers that do. A collective.
 
-        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
-        of the data set.
+        Of a layer that has counted other batches than on rank 0, as after update_bn on one rank alone, rank 0's statistics
+        are taken.
         """
-        if self._shared is None or self.evaluations.current is None:
-            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
+        buffers, differing = self.compare(registered)
+        self._keep([buffers[name].tensor for name in differing])
+        counted_otherwise = {buffers[name].layer for name in differing if name.endswith(COUNTER)}
+        # Those that are equal keep their bits: three equal numbers, added up and divided by three, may give another one.
+        means = [
+            name for name in differing if buffers[name].is_statistic and buffers[name].layer not in counted_otherwise
+        ]
+        self._engine.average_([buffers[name].tensor for name in means])
+        for name in differing:
+            if name not in means:
+                self._engine.broadcast_(buffers[name].tensor, f"buffers.{name}")
 
-    def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
-        """Record values of an evaluation.
+    def _named(self, registered: Mapping[str, nn.Module]) -> dict[str, NamedBuffer]:
+        """Return each buffer that ranks should have in common, once: of the models all, of registered modules the
+        statistics, and of how many batches these are."""
+        modules = [(prefix, model) for prefix, model in zip(prefixes(self._models), self._models, strict=True)]
+        modules += [(f"{name}.", module) for name, module in registered.items()]
+        named, known = dict[str, NamedBuffer](), set[int]()
+        for number, (prefix, module) in enumerate(modules):
+            for path, layer in module.named_modules():
+                statistics = statistics_of_layer(layer)
+                for name, tensor in layer.named_buffers(recurse=False):
+                    shared = number < len(self._models) or name in statistics or (statistics and name == COUNTER)
+                    if not shared or id(tensor) in known or tensor.layout is not torch.strided:
+                        continue
+                    known.add(id(tensor))
+                    full = prefix + own_name(f"{path}.{name}" if path else name)
+                    saved = name not in layer._non_persistent_buffers_set
+                    named[full] = NamedBuffer(tensor, layer, name in statistics, saved)
+        return named
 
-        Inside `evaluating`: sums over this rank's samples, or a row for each sample, whose mean is its value. They are
-        summed over ranks and divided by the number of samples, or by the sum of their `count`, such as a number of tokens.
-        After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
+    def compare(self, registered: Mapping[str, nn.Module] = NONE) -> tuple[dict[str, NamedBuffer], list[str]]:
+        """Return this rank's buffers by name, and the names of those that differ between ranks. A collective.
+
+        Buffers that no checkpoint has may be missing on a rank, or have other shapes, such as tables as long as the longest
+        sequence so far: they stay as they are. Raises UserError on every rank for others.
         """
-        require_free(values)
-        if not values:
-            raise UserError("run.record() got nothing: write run.record(loss=...)")
-        current = self.evaluations.current if self._shared is not None else None
-        if current is not None:
-            current.add(values, count)
-            return
-        given = {name: recorded("run.record", name, value) for name, value in values.items()}
-        if not self.metrics_logger.unwritten or any(value.numel() != 1 for value in given.values()):
-            raise UserError(
-                "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
-                "(training metrics go to step.record())"
-            )
-        self.metrics_logger.amend({name: float(value) for name, value in given.items()})
+        if self._engine.size == 1:
+            return {}, []
+        named = self._named(registered)
+        sums = torch.stack([checksum(buffer.tensor) for buffer in named.values()]).tolist() if named else []
+        mine = {
+            name: [kind_of(buffer.tensor), each, buffer.saved]
+            for (name, buffer), each in zip(named.items(), sums, strict=True)
+        }
+        everyone = self._engine.all_gather_object(mine, "buffers")
+        differing = []
+        for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+            kinds = [theirs[name][0] if name in theirs else "nothing" for theirs in everyone]
+            other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+            if other is None:
+                if any(theirs[name][1] != everyone[0][name][1] for theirs in everyone):
+                    differing.append(name)
+            elif any(theirs[name][2] for theirs in everyone if name in theirs):
+                message = f"the buffer {name} is {kinds[0]} on rank 0, and {kinds[other]} on rank {other}"
+                raise UserError(f"{message}: {ALIKE}", everywhere=True)
+        self._unlike = self._unlike or [name for name in differing if not named[name].is_statistic]
+        return named, differing
 
-    # ---- what evaluations and features use
+    def warning(self) -> str | None:
+        """Return, once, what to tell the author about buffers that differed between ranks; None: nothing."""
+        if self._warned or not self._unlike:
+            return None
+        self._warned = True
+        more = f" and {len(self._unlike) - 1} others differ" if len(self._unlike) > 1 else " differs"
+        message = f"the buffer {self._unlike[0]}{more} between ranks, and rank 0's is evaluated and saved"
+        return f"warning: {message}: let it follow the rows of all ranks, run.gather(rows)"
 
-    def make_evaluations(self) -> Evaluations:
-        """Return what carries out evaluations."""
-        return Evaluations(self)
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._own.setdefault(id(tensor), (tensor, tensor.clone()))
 
-    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which the weights are the same on all ranks."""
-        weights_of_all = self.prepared().weights_of_all
-        return weights_of_all() if weights_of_all is not None and self.in_steps else contextlib.nullcontext()
-
-    def note_evaluation(self) -> None:
-        """Take note of an evaluation that was not cut short."""
-        if self._in_epoch:
-            self.state.evaluated_epoch = self.state.epoch
+    def restore_own(self) -> None:
+        """Restore this rank's buffers of before the evaluations at this position, for a checkpoint from which these are
+        repeated: averaging the means again could change bits, because the sum of equal numbers is rounded."""
+        for tensor, own in self._own.values():
+            tensor.copy_(own)

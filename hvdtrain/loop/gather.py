@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sharding import mixed_seed
 
 
@@ -29,11 +31,17 @@ class Gathered(torch.autograd.Function):
         return total[ctx.first : ctx.first + ctx.length], None, None
 
 
-def gather(engine: Engine, rows: Tensor) -> Tensor:
+def gather(engine: Engine, rows: Tensor, batch: Batch | None) -> Tensor:
     """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass.
 
-    Raises UserError on every rank if the rows are of different shapes or types.
+    batch: the current one of a step, if there is one. Raises UserError on every rank if the rows are of different shapes or
+    types.
     """
+    if not isinstance(rows, Tensor) or not rows.ndim:
+        what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        raise UserError(f"run.gather() got {what}: give it a tensor with a row for each sample")
+    if batch is not None and not batch.count:  # this rank repeats a sample, which does not count
+        rows = rows[:0]
     kind = f"{list(rows.shape[1:])} {str(rows.dtype).removeprefix('torch.')}"
     mine = torch.tensor([len(rows), mixed_seed(kind)])
     lengths, kinds = engine.all_gather(mine, "gather.lengths").T.tolist()

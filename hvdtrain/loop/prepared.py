@@ -1,4 +1,4 @@
-"""The models and optimizers of a run as `run.prepare` has wrapped them, for its steps. preparing.py makes it."""
+"""The models and optimizers of a run as `run.prepare` has wrapped them, for its steps. prepare.py makes it."""
 
 import contextlib
 from collections.abc import Callable, Sequence

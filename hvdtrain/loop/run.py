@@ -1,11 +1,12 @@
-"""`Run`, the object that a training script uses. The script writes the loop; `Run` handles distribution and restarts.
+"""`Run`, the object that a training script uses: the script writes the loops, `Run` handles distribution and restarts.
 
-A call that is missing, repeated or in the wrong place raises a UserError with the correct call. docs/training.md shows
-programs.
+Read it from top to bottom: before training (`prepare`), the loop over epochs, the loop over steps, what follows a step,
+what follows an epoch, evaluations, the end. step.py has a step. A call that is missing, repeated or in the wrong place
+raises a UserError with the correct call. docs/training.md shows programs.
 """
 
 import contextlib
-import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.checkpoint import name_of
+from hvdtrain.checkpoint.checkpoint import Facts, name_of
+from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.checksums import require_same_on_all
-from hvdtrain.checkpoint.randomness import is_generator
-from hvdtrain.engines import portable
+from hvdtrain.checkpoint.parts import HERE, IN_STEPS, Moment
+from hvdtrain.engines.accelerators import recorded
+from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.modules import own_name
-from hvdtrain.inputs.sharding import passes_per_step
-from hvdtrain.inputs.sources import require_default_device
+from hvdtrain.flags import Flags
+from hvdtrain.inputs.inputs import Input
+from hvdtrain.inputs.sharding import mixed_seed, passes_per_step, seed_generators
+from hvdtrain.inputs.sources import Data, described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
-from hvdtrain.loop.evaluation import Evaluating
-from hvdtrain.loop.preparing import prepare, refuse_replicas
-from hvdtrain.loop.step import Shared, keep_in_order
+from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
+from hvdtrain.loop.feature import Feature, Features
+from hvdtrain.loop.prepare import prepare, sorted_objects
+from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.state import Best, Initial, Length, Phase, TrainState
+from hvdtrain.loop.step import Shared, Step, keep_in_order
+from hvdtrain.loop.stopping import Decision, Stopped, Stopping
+from hvdtrain.output.clock import Clock
+from hvdtrain.output.metric_names import Metric, require_free
+from hvdtrain.output.metrics_logger import MetricsLogger
+from hvdtrain.output.run_output import RunOutput
 
 
-class Run(Evaluating):
+class Run:
     """One training run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation."""
+
+    shares_buffers = True  # before an evaluation: ranks have changed their own while training
+    buffers: SharedBuffers  # from `prepare` on
+
+    def __init__(
+        self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput, checkpoints: Checkpoints,
+        stopping: Stopping, data: Data, state: TrainState, features: Iterable[Feature] = (),
+    ):  # fmt: skip
+        self.engine, self.flags, self.output, self.checkpoints = engine, flags, output, checkpoints
+        self.stopping, self.data, self.features = stopping, data, Features(list(features))
+        self.state = state  # the position in training; always the same object
+        self.exit_code = 0
+        self.phase = Phase.OUTSIDE
+        self.clock = Clock(engine.device)
+        self.metrics_logger = MetricsLogger(engine, output, metrics, state)
+        self.length = Length()
+        self._shared: Shared | None = None  # from `prepare` on
+        self._evaluation: Evaluation | None = None  # inside `evaluating`
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.engine.size
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.engine.device
+
+    @property
+    def initial(self) -> Initial:
+        """The configuration with which the run began; unchanged by a resume. Derive learning rates from it."""
+        return self.checkpoints.resume.initial
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether the script is in the loop over `run.steps`."""
+        return self.phase is Phase.STEPS
+
+    @property
+    def _in_epoch(self) -> bool:
+        return self.phase in (Phase.HEAD, Phase.STEPS, Phase.TAIL)
+
+    def say(self, line: str) -> None:
+        """Print a line on rank 0, above the progress bar."""
+        self.output.say(line)
+
+    def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""
+        return self.engine.raising_together(name)
+
+    def shared(self) -> Shared:
+        """Return what all steps share. Features put their own in place of parts of it."""
+        assert self._shared is not None
+        return self._shared
+
+    def _require_running(self, what: str) -> None:
+        """Raise UserError after the end of the block of `training.start`. what: name of the caller."""
+        if self.phase is Phase.ENDED:
+            raise UserError(f"{what} after the end of its training: move it into `with training.start(flags) as run:`")
+
+    def prepared(self, what: str = "training") -> Prepared:
+        """Return the prepared models and optimizers. Raises UserError before `prepare`. what: name of the caller."""
+        self._require_running(what)
+        if self._shared is None:
+            raise UserError(
+                f"{what} before run.prepare(): write `model, optimizer = run.prepare(model, optimizer)` first"
+            )
+        return self._shared.prepared
 
     # ---- before training
 
@@ -104,7 +190,7 @@ class Run(Evaluating):
         self._shared = Shared(
             self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast, self.features
         )
-        self.evaluations = self.make_evaluations()
+        self.buffers = SharedBuffers(self.engine, prepared.models)
         for feature in self.features.all:
             feature.prepare(self)
             for part in feature.parts():
@@ -125,20 +211,35 @@ class Run(Evaluating):
             raise UserError(
                 f"run.register() once training has begun, where a resumed run could not restore it: {remedy}"
             )
-        generators = {name: what for name, what in objects.items() if is_generator(what)}
-        objects = {name: what for name, what in objects.items() if name not in generators}
-        for name, what in objects.items():
-            if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
-                raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
-            if isinstance(what, torch.nn.Module):
-                refuse_replicas(name, what)
+        objects, generators = sorted_objects(objects)
         self.checkpoints.register(objects, generators)
         require_same_on_all(self.engine, objects)
         self.checkpoints.restore_statistics(objects)
         for feature in self.features.all:
             feature.registered(objects)
 
-    # ---- the loop
+    # ---- how far it is
+
+    @property
+    def progress(self) -> float:
+        """The fraction of training that is done, 0 to 1."""
+        if self.length.steps is not None:
+            return min(1.0, self.state.step / self.length.steps)
+        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
+
+    @property
+    def epochs_done(self) -> float:
+        """The number of epochs done, including the fraction of the current one."""
+        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
+        if not per_epoch:  # before training, and of a stream, whose length is not known
+            return float(self.state.epoch)
+        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
+        if self.flags.amp == "off":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, AMP_DTYPES[self.flags.amp])
 
     def total_steps(self, data: Any, epochs: int) -> int:
         """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...). A
@@ -163,14 +264,298 @@ class Run(Evaluating):
         from hvdtrain.loop.gather import gather
 
         self._require_running("run.gather()")
-        if not isinstance(rows, Tensor) or not rows.ndim:
-            what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-            raise UserError(f"run.gather() got {what}: give it a tensor with a row for each sample")
         step = self._shared.step if self._shared is not None else None
-        batch = step.current if step is not None else None
-        if batch is not None and not batch.count:
-            rows = rows[:0]
-        return gather(self.engine, rows)
+        return gather(self.engine, rows, step.current if step is not None else None)
+
+    # ---- the loop over epochs
+
+    def epochs(
+        self, count: int | None = None, *, steps: int | None = None, stop_at: Mapping[str, float | None] | None = None
+    ) -> Iterator[int]:
+        """Yield the number (from 0) of each remaining epoch. A checkpoint is saved after each epoch.
+
+        count: total number of epochs; or steps: total number of steps. stop_at: stop after an epoch whose evaluation has
+        reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
+        """
+        self.prepared("run.epochs()")
+        metrics = self.metrics_logger.metrics
+        self.length = Length.of(count, steps, stop_at, metrics, self.state)
+        self.metrics_logger.epochs = count
+        self.checkpoints.objects.restore_settings()
+        generators = self.checkpoints.generators
+        generators.begin(self.state.samples)
+        if self._has_ended():
+            return
+        while self.length.is_left(self.state):
+            if self.length.goals and self.length.reached(self.evaluation, metrics):
+                break
+            self.phase = Phase.HEAD
+            generators.begin_epoch()
+            self.clock.restart()
+            yield self.state.epoch
+            self._close_epoch()
+
+    def _has_ended(self) -> bool:
+        """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
+        facts = self.checkpoints.resume.facts
+        if facts is None or facts["ended"] != self.length.ends() or facts["state"]["step"] != self.state.step:
+            return False
+        if self.length.is_left(self.state):
+            remedy = "with more epochs, it continues"
+            self.say(
+                f"training has ended after epoch {self.state.epoch}, as the program left run.epochs there: {remedy}"
+            )
+        return True
+
+    # ---- the loop over steps
+
+    def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
+        """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
+
+        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
+        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
+        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part. changes: the data of
+        another epoch may be others, of another length or with other batches.
+        """
+        self.require_head()
+        self.prepared().require_same_parameters()
+        self.phase = Phase.STEPS
+        return self._steps(self.data.of_epoch(data, changes, self._begin_reading))
+
+    def _begin_reading(self, opened: Input, *, first: bool) -> None:
+        """Plan the steps over data that are given for the first time, or have changed. A collective."""
+        state = self.state
+        if first:
+            self.checkpoints.require_all(opened)
+            if line := opened.restore(self.checkpoints.positions, state):
+                self.say(line)
+        if state.samples_of_epoch > opened.per_epoch > 0:
+            done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
+            raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
+        epochs = self.length.epochs
+        if epochs is None:
+            epochs = state.epoch + 1 + (self.length.steps or 0)  # at least a step in each
+        per_epoch = opened.begin(self.engine, self.flags, self.initial, state, epochs)
+        self.metrics_logger.steps = self.length.steps or (0 if opened.changes else epochs * per_epoch)  # 0: not known
+        self.checkpoints.begin_training()
+        self.stopping.begin(state.step)
+
+    def require_head(self) -> None:
+        """Raise UserError if the script is not where its loop of steps may begin."""
+        self.prepared("run.steps()")
+        if self.phase is Phase.OUTSIDE:
+            raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
+        if self.phase is not Phase.HEAD:
+            remedy = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, '
+            remedy += "run.steps(..., changes=True)"
+            raise UserError(f"run.steps() was called twice in one epoch: {remedy}")
+
+    def _steps(self, opened: Input) -> Iterator[Step]:
+        state, shared, features = self.state, self.shared(), self.features
+        self.checkpoints.generators.begin_steps(state.samples_of_epoch)
+        ahead = opened.steps(state.epoch)
+        while state.step != self.length.steps and (planned := next(ahead, None)) is not None:
+            self.engine.activity.begin_step(state.step)
+            number = state.step + 1
+            last = state.samples_of_epoch + planned.count == opened.per_epoch or number == self.length.steps
+            logged = last or number == 1 or number % self.flags.log_steps == 0
+            shared.step = step = Step(shared, planned, opened, logged=logged, last=last)
+            for every, before_step in features.before_step:
+                if state.step % every == 0:
+                    before_step(step)
+            shared.prepared.pending.clear()
+            for clear in shared.prepared.zero_grads.values():
+                clear()
+            yield step
+            shared.step = None
+            self._finish_step(step, opened, shared.prepared.scaler)
+        state.train_seconds += self.clock.lap()
+        self.metrics_logger.ranks(self.clock)
+        self.checkpoints.generators.end_steps()
+        self.phase = Phase.TAIL
+        self.engine.activity.leave_steps()
+
+    def _finish_step(self, step: Step, opened: Input, scaler: torch.amp.GradScaler) -> None:
+        """Count a step, record it, and save or stop if that is to follow."""
+        state, clock = self.state, self.clock
+        step.require_complete()
+        scaler.update()
+        now = clock.end_step(step.count, step.local_count)
+        state.train_seconds += clock.step_seconds
+        if self.metrics_logger.unwritten:  # an evaluation within the step
+            self.metrics_logger.evaluation(opened)
+        if step.left_out is not None:  # None: a feature counts it later
+            state.skipped = state.skipped + 1 if step.left_out else 0
+        state.step += 1
+        state.samples_of_epoch += step.count
+        state.samples += step.count
+        self.engine.activity.finish_step(state.step)
+        for after_step in self.features.after_step:
+            after_step(step)
+        if step.logged:
+            self.metrics_logger.step(step, opened, clock)
+            clock.mark("reporting")
+        due = now >= self.checkpoints.interval.due_at
+        if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and step.may_save:
+            decision = self.stopping.decide(state.step, due)
+            if decision is not Decision.GO_ON:
+                self.checkpoints.save(state, opened, IN_STEPS, automatic=decision is Decision.SAVE_AUTOMATICALLY)
+                clock.mark("saving")
+            if decision is Decision.STOP:
+                raise Stopped
+
+    def _save_and_stop(self) -> None:
+        """Save outside of steps, and raise Stopped. Every rank calls it at the same point."""
+        self.checkpoints.save(self.state, self.data.input, HERE)
+        raise Stopped
+
+    # ---- what follows an epoch
+
+    def _close_epoch(self, *, ended: bool = False) -> None:
+        """End the epoch, and save. ended: the program has left the loop over `run.epochs`."""
+        number, source = self.state.epoch + 1, self.data.input
+        self._require_steps(number)
+        best, score = self.best, self.checkpoints.score(self.state, self.state.epoch)
+        self.state.best = best._asdict() if best is not None else {}
+        self.phase = Phase.OUTSIDE
+        self.metrics_logger.evaluation(source)
+        line = self.metrics_logger.epoch()
+        self.length.require_recorded(self.evaluation)
+        if source is None or source.at_end(self.state.samples_of_epoch):
+            self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
+        self._save_epoch(score, ended=ended)
+        self.say(line)
+
+    def _save_epoch(self, score: Facts | None, *, ended: bool) -> None:
+        moment = Moment(epoch_ended=not self.state.samples_of_epoch)
+        ends = self.length.ends() if ended else None
+        self.checkpoints.save(self.state, self.data.input, moment, score=score, ended=ends)
+
+    def _require_steps(self, number: int) -> None:
+        """Raise UserError if the script has not taken all steps of this epoch. number: its own, from 1."""
+        if self.in_steps:
+            taken, count = self.state.samples_of_epoch, self.data.input.per_epoch if self.data.input else 0
+            part = f"{taken} of {count}" if count else f"{taken}"
+            raise UserError(
+                f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
+                "(run.epochs(steps=N) ends after N steps)"
+            )
+        if self.phase is Phase.HEAD:
+            raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
+
+    def leave_loop(self) -> None:
+        """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
+        if not self._in_epoch:
+            return
+        at_head = self.phase is Phase.HEAD and not self.state.samples_of_epoch
+        if self.state.step and at_head:
+            self.phase = Phase.OUTSIDE
+            self._save_epoch(self.checkpoints.score(self.state, self.state.epoch - 1), ended=True)
+        else:
+            self._close_epoch(ended=True)
+
+    # ---- evaluations
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """Metrics of the last evaluation by name, and `count`."""
+        return self.state.evaluation
+
+    @property
+    def best(self) -> Best | None:
+        """The best epoch so far, with the current one once it is evaluated; None before the first evaluation."""
+        score = self.checkpoints.score(self.state, self.state.epoch) if self._in_epoch else None
+        return self.state.best_with(score, self.metrics_logger.metrics)
+
+    @contextlib.contextmanager
+    def evaluating(self, data: Any, *, prefix: str = "") -> Iterator[Any]:
+        """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
+
+        Inside, models, also registered ones, are in evaluation mode, without gradients; batch norm's running statistics are
+        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator
+        over batches). prefix: for the names in summary.json and in the output, such as "test".
+        """
+        prepared = self.prepared("run.evaluating()")
+        if self._evaluation is not None:
+            raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
+        self.metrics_logger.evaluation(self.data.input)
+        began = time.perf_counter()
+        registered = self.checkpoints.registered.items()
+        averaged = {name: what for name, what in registered if isinstance(what, torch.nn.Module)}
+        prepared.require_same_parameters()
+        if self.shares_buffers:
+            # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
+            modules = averaged if prepared.weights_of_all is None else {}
+            self.buffers.share((self.state.epoch, self.state.step, self.in_steps), modules)
+            if line := self.buffers.warning():
+                self.say(line)
+        whole, means = isinstance(data, int) and not isinstance(data, bool), Means()
+        batches = None if whole else self.data.evaluated(data)
+        self._evaluation = evaluation = Evaluation(self.engine, data, batches, self._go_on, means)
+        seed_generators(mixed_seed(self.flags.seed, "evaluate", self.state.step, self.rank), self.device)
+        try:
+            during = self.engine.activity.during("evaluation")
+            modes = evaluation_modes([*prepared.replicas, *averaged.values()])
+            with modes, self.shared_weights(), during, torch.no_grad(), self.autocast(), means:
+                yield evaluation.mine()
+        except CutShort:
+            pass
+        finally:
+            self._evaluation = None
+        # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
+        # step, the position does not match the weights yet, so nothing is saved before the step has ended.
+        if not self.in_steps and self.stopping.is_asked_anywhere():
+            self.buffers.restore_own()
+            self._save_and_stop()
+        self.note_evaluation(evaluation)
+        self.metrics_logger.evaluated(evaluation.means(), prefix)
+        self.clock.leave_out(time.perf_counter() - began)
+
+    def _go_on(self) -> None:
+        """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
+        self.engine.activity.heartbeat()
+        if self.stopping.monitor.stop_reason and not self.in_steps:
+            raise CutShort
+
+    def predict(self, **values: Tensor) -> None:
+        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
+
+        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
+        of the data set.
+        """
+        if self._evaluation is None:
+            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
+
+    def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
+        """Record values of an evaluation.
+
+        Inside `evaluating`: sums over this rank's samples, or a row for each sample, whose mean is its value. They are
+        summed over ranks and divided by the number of samples, or by the sum of their `count`, such as a number of tokens.
+        After `evaluating`: values that are added to the evaluation unchanged. They must be the same on all ranks.
+        """
+        require_free(values)
+        if not values:
+            raise UserError("run.record() got nothing: write run.record(loss=...)")
+        if self._evaluation is not None:
+            self._evaluation.add(values, count)
+            return
+        given = {name: recorded("run.record", name, value) for name, value in values.items()}
+        if not self.metrics_logger.unwritten or any(value.numel() != 1 for value in given.values()):
+            raise UserError(
+                "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
+                "(training metrics go to step.record())"
+            )
+        self.metrics_logger.amend({name: float(value) for name, value in given.items()})
+
+    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the weights are the same on all ranks."""
+        weights_of_all = self.prepared().weights_of_all
+        return weights_of_all() if weights_of_all is not None and self.in_steps else contextlib.nullcontext()
+
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        """Take note of an evaluation that was not cut short."""
+        if self._in_epoch:
+            self.state.evaluated_epoch = self.state.epoch
 
     # ---- the end
 
@@ -183,18 +568,16 @@ class Run(Evaluating):
         """
         from hvdtrain.models import exporting
 
-        path, prepared = Path(path), self.prepared("run.export()")
+        prepared = self.prepared("run.export()")
         # Of nn.DataParallel and of a compiled model: the one inside.
         own = dict(zip(prepared.replicas, prepared.models, strict=True))
         chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
-        kind = exporting.require_kind(path)
+        kind = exporting.require_kind(path := Path(path))
         if kind in exporting.PROGRAMS and not example:
             raise UserError(f"run.export({path.name!r}): a program needs an example: run.export(FILE, model, example)")
         with self.raising_together("export"), self.alone(), self.shared_weights():
-            if self.rank == 0 and kind in exporting.WEIGHTS:
-                exporting.write_weights({own_name(name): t for name, t in chosen.state_dict().items()}, path)
-            elif self.rank == 0:
-                exporting.write_program(chosen, example, path)
+            if self.rank == 0:
+                exporting.write(kind, chosen, example, path)
 
     def summary(self, **fields: object) -> None:
         """Add fields to summary.json."""
@@ -218,49 +601,10 @@ class Run(Evaluating):
         self.metrics_logger.end(self._shared.prepared.models if self._shared is not None else [], extra)
         if unsaved:
             raise Failure(unsaved)
-        for line in self._omitted(warn_of) if self.state.step else ():
+        for line in self.metrics_logger.omitted(warn_of, self.checkpoints.registered) if self.state.step else ():
             self.say(f"warning: {line}")
-        if self.length.goals and not self._reached():
+        if self.length.goals and not self.length.reached(self.evaluation, self.metrics_logger.metrics):
             show = self.metrics_logger.show
             goals = " and ".join(f"{name} {show(name, goal)}" for name, goal in self.length.goals.items())
             self.say(f"target {goals} not reached")
             self.exit_code = TARGET_MISSED
-
-    def _omitted(self, metrics: Iterable[str]) -> Iterator[str]:
-        """Yield what the script has announced and not done."""
-        recorded = {*self.state.evaluation, *self.state.train, *self.metrics_logger.recorded}
-        for name in metrics:
-            if name not in recorded:
-                yield f"metrics: {name} was never recorded: write run.record({name}=...) in run.evaluating()"
-        for name, what in self.checkpoints.registered.items():
-            if int(getattr(what, "n_averaged", 1)) == 0:
-                yield f"{name} has averaged nothing: call {name}.update_parameters(model) after step.update()"
-
-
-MOST_FACTS = 2**16  # characters of JSON
-
-
-def described(name: str, reason: str, facts: Mapping[str, object]) -> dict[str, Any]:
-    """Return what is recorded and compared of the data that a program describes. Raises UserError."""
-    for what, text in (("name", name), ("reason", reason)):
-        if not isinstance(text, str) or len(text.splitlines()) != 1:
-            raise UserError(
-                f"run.describe_data() got {text!r} as the {what}: give it one line of text", everywhere=True
-            )
-    data: dict[str, Any] = {"dataset": name}
-    for key, value in facts.items():
-        try:
-            data[key] = portable.plain(value)
-        except ValueError as error:
-            remedy = "give it numbers, text, or lists and dictionaries of these"
-            raise UserError(f"run.describe_data({key}=...) got {error}: {remedy}", everywhere=True) from error
-        if len(json.dumps(data[key])) > MOST_FACTS:
-            remedy = "give it a checksum, as hashlib.sha256(...).hexdigest()"
-            raise UserError(
-                f"run.describe_data({key}=...) is longer than {MOST_FACTS:,} characters: {remedy}", everywhere=True
-            )
-        if key == "dataset" and value != name:
-            raise UserError(
-                "run.describe_data(dataset=...): the name of the data is its first argument", everywhere=True
-            )
-    return data

@@ -27,7 +27,7 @@ from hvdtrain.inputs.sources import Data, require_default_device
 from hvdtrain.loop import early_end
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
-from hvdtrain.loop.run_base import Phase
+from hvdtrain.loop.state import Phase
 from hvdtrain.loop.stopping import Stopped, Stopping
 from hvdtrain.models import compile_cache
 from hvdtrain.output.metric_names import Metric, metrics_of

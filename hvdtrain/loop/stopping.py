@@ -71,6 +71,12 @@ class Stopping:
         self._activity.heartbeat()
         leaving.heartbeat()
 
+    def is_asked_anywhere(self) -> bool:
+        """Return, on all ranks, whether any rank knows of a stop request: they learn of it at slightly different times. A
+        collective."""
+        mine = torch.tensor([float(self.monitor.stop_reason is not None)])
+        return bool(self.engine.sum(mine, "evaluate.stop").item())
+
     # ---- after a step
 
     def begin(self, step: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import is_extra
+from hvdtrain.engines.modules import is_extra, own_name
 
 WEIGHTS = (".safetensors", ".pt")
 PROGRAMS = (".pt2", ".onnx")
@@ -22,6 +22,14 @@ def require_kind(path: Path) -> str:
         known = "weights are .safetensors or .pt, programs .pt2 or .onnx"
         raise UserError(f"{path}: its ending says what to write, and {path.suffix or 'none'} is unknown: {known}")
     return path.suffix
+
+
+def write(kind: str, model: nn.Module, example: Sequence[Tensor], path: Path) -> None:
+    """Write a model's weights, or its program. Raises UserError or Failure if that fails."""
+    if kind in WEIGHTS:
+        write_weights({own_name(name): value for name, value in model.state_dict().items()}, path)
+    else:
+        write_program(model, example, path)
 
 
 def write_weights(state: Mapping[str, Any], path: Path) -> None:

@@ -1,7 +1,7 @@
 """Records and prints the steps, epochs and evaluations of a run, with the metric names of the script."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,6 +128,16 @@ class MetricsLogger:
             return "  ".join(parts)
         parts.append(f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s")
         return "  ".join(parts)
+
+    def omitted(self, metrics: Iterable[str], registered: Mapping[str, object]) -> Iterator[str]:
+        """Yield what the script has announced and not done."""
+        recorded = {*self._state.evaluation, *self._state.train, *self.recorded}
+        for name in metrics:
+            if name not in recorded:
+                yield f"metrics: {name} was never recorded: write run.record({name}=...) in run.evaluating()"
+        for name, what in registered.items():
+            if int(getattr(what, "n_averaged", 1)) == 0:
+                yield f"{name} has averaged nothing: call {name}.update_parameters(model) after step.update()"
 
     def end(self, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
         """Write summary.json and the `end` event: position, last evaluation, hash of the models, and the

@@ -40,7 +40,7 @@ def calls_of_step(run: Callable[[], object], number: int = QUIET) -> list[Call]:
         if event != "call" or not code.co_filename.startswith(PACKAGE):
             return
         call = Call(code.co_filename.removeprefix(PACKAGE), code.co_qualname)
-        steps += call.function == "Loop._steps"
+        steps += call.function == "Run._steps"
         if steps == number:
             calls.append(call)
         elif steps > number:

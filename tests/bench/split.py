@@ -25,7 +25,6 @@ from hvdtrain.features.replicas import Replicas
 from hvdtrain.inputs.tensors import Tensors
 from hvdtrain.launching.exit_codes import run
 from hvdtrain.loop import step
-from hvdtrain.loop.loop import Loop
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.stopping import Stopping
 from hvdtrain.models.convnet import ConvNet, CosineNet
@@ -52,16 +51,16 @@ def counted(owner: Any, name: str, kind: str) -> None:
 
 
 def count_steps() -> None:
-    finish = Loop._finish_step
+    finish = Run._finish_step
 
-    def finished(self: Loop, *args: Any) -> None:
+    def finished(self: Run, *args: Any) -> None:
         finish(self, *args)
         state["steps"] += 1
         if state["steps"] == FIRST:
             state["began"] = time.perf_counter()
         state["whole"] = time.perf_counter() - state["began"]
 
-    Loop._finish_step = finished  # type: ignore[method-assign]
+    Run._finish_step = finished  # type: ignore[method-assign]
 
 
 counted(Tensors, "load", "gather")

@@ -28,7 +28,7 @@ from hvdtrain.datasets import idx, shards
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.portable import flattened
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.loop.preparing import prepare
+from hvdtrain.loop.prepare import prepare
 from hvdtrain.loop.state import TrainState
 from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weight_files import MOST_TENSORS

@@ -33,7 +33,7 @@ def found() -> tuple[list[Call], set[str]]:
 def test_a_quiet_step_of_mnist_keeps_to_the_budget(found):
     calls, _ = found
     route = "\n".join(f"{call.file}: {call.function}" for call in calls)
-    assert calls[0] == Call("loop/loop.py", "Loop._steps")
+    assert calls[0] == Call("loop/run.py", "Run._steps")
     assert Call("loop/step.py", "Step.backward") in calls
     assert len(calls) <= MOST_CALLS, route
     assert len({call.file for call in calls}) <= MOST_FILES, route

@@ -104,7 +104,7 @@ def test_a_finished_run_started_again_draws_the_same_at_its_end(tmp_path):
 def test_a_run_stopped_in_its_evaluation_goes_on_after_the_steps(tmp_path, monkeypatch):
     whole = program(tmp_path / "whole", epochs=2)
     with monkeypatch.context() as patch:
-        patch.setattr("hvdtrain.loop.evaluation.Evaluations.is_cut_short", lambda self: True)
+        patch.setattr("hvdtrain.loop.stopping.Stopping.is_asked_anywhere", lambda self: True)
         program(tmp_path / "apart", epochs=2)  # ends with `Stopped`, which `start` catches
     apart = program(tmp_path / "apart", epochs=2)
     assert ("step", 1) not in apart

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hvdtrain.features.non_finite import finite, not_finite, takes_flag
-from hvdtrain.loop.preparing import fuse
+from hvdtrain.loop.prepare import fuse
 
 on_cpu = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="fused optimizers of a CPU: torch 2.4 and newer"

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.checkpoint import extra_states
+from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import Models, kind_of, named_parameters
 from hvdtrain.flags import Flags
 from hvdtrain.loop.prepared import Prepared, parameters_of
 from hvdtrain.loop.schedules import is_scheduled
-from hvdtrain.loop.shared_buffers import give_memory
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # with a kernel that takes `found_inf`
 REPLICAS = nn.DataParallel, nn.parallel.DistributedDataParallel
@@ -139,6 +139,18 @@ def refuse_replicas(name: str, module: nn.Module) -> None:
             raise UserError(f"{message}: make it of the model that you gave to run.prepare()")
 
 
+def sorted_objects(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `run.register` was given: objects with a state, and generators of random numbers. Raises UserError."""
+    generators = {name: what for name, what in objects.items() if is_generator(what)}
+    others = {name: what for name, what in objects.items() if name not in generators}
+    for name, what in others.items():
+        if not (hasattr(what, "state_dict") and hasattr(what, "load_state_dict")):
+            raise UserError(f"run.register({name}=...) got a {type(what).__name__}: it has no state_dict")
+        if isinstance(what, nn.Module):
+            refuse_replicas(name, what)
+    return others, generators
+
+
 def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
     mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
@@ -241,3 +253,15 @@ def prepare(
     for optimizer in optimizers:
         engine.broadcast_optimizer_state(optimizer)
     return prepared
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give expanded buffers and lazy conjugates, which share memory, memory of their own: values are received into it."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.layout is not torch.strided:
+                continue
+            own = buffer.resolve_conj().resolve_neg()
+            if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
+                own = own.contiguous()
+            module._buffers[name] = own
