@@ -97,7 +97,10 @@ class NonFinite(Feature):
         # On a GPU, the backward pass and the reduction have only been enqueued.
         activity = self._all.activity
         activity.collective = "gradients"
-        unsound = [optimizer for optimizer in step.backwards if not finite(self._prepared.trained[optimizer])]
+        unsound = []
+        for optimizer in step.backwards:
+            if not finite(self._prepared.trained[optimizer]):
+                unsound.append(optimizer)
         activity.collective = None
         if unsound:
             step.leave_out(unsound)

@@ -66,6 +66,7 @@ class Replicas(Feature, Part):
 
     def prepare(self, run: Run) -> None:
         self._state, self._models, self._averaging = run.state, run.prepared().models, run.prepared().engine
+        self._features = run.features
 
     def before_step(self, step: Step) -> None:
         if self._state.step:
@@ -74,6 +75,7 @@ class Replicas(Feature, Part):
     def after_step(self, step: Step) -> None:
         if self.check_steps and self._compared_at is None:
             self.compare(self._averaging)
+        self._features.no_more_after_steps(self)
 
     def parts(self) -> Sequence[Part]:
         return [self]

@@ -67,6 +67,10 @@ class Features:
             one.after_step for one in self.all if type(one).after_step is not Feature.after_step
         ]
 
+    def no_more_after_steps(self, feature: Feature) -> None:
+        """Do not call its `after_step` any more."""
+        self.after_step = [method for method in self.after_step if method != feature.after_step]
+
     def drop(self, feature: Feature) -> None:
         """Do not call this one any more."""
         self.all.remove(feature)

@@ -317,8 +317,10 @@ class Step:
             if optimizer not in prepared.dense:  # in its first step
                 prepared.require_dense(optimizer)
                 prepared.dense.add(optimizer)
-            if [p for p in prepared.trained[optimizer] if p.grad is None and p.requires_grad]:
-                self.missing = prepared.missing_gradients(optimizer)
+            for parameter in prepared.trained[optimizer]:
+                if parameter.grad is None and parameter.requires_grad:
+                    self.missing = prepared.missing_gradients(optimizer)
+                    break
             prepared.engine.synchronize(optimizer)
             self._reduced[optimizer] = True
         if self.items is not None or self._input.may_leave_out:

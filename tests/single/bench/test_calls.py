@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.calls import Call, calls_of_step
 
-MOST_CALLS, MOST_FILES = 45, 9
+MOST_CALLS, MOST_FILES = 45, 10
 UNUSED = {"torch._dynamo", "torch.utils.tensorboard", "tensorboard", "hvdtrain.output.tensorboard"}
 UNUSED |= {"mlflow", "hvdtrain.output.tracking"}
 PROGRAM = """
