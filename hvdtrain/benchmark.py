@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain import cli
-from hvdtrain.analysis import collectives, measuring, scaling
+from hvdtrain.analysis import measuring, scaling
 from hvdtrain.datasets.text import windows
 from hvdtrain.engines import lines, precision
 from hvdtrain.engines.base import AMP_DTYPES, Engine
@@ -77,11 +77,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     cli.add_compression(parser)
     cli.add_engine(parser)
     scaling.add_flags(parser)
-    collectives.add_flags(parser)
+    measuring.add_flags(parser)
     flags = parser.parse(argv)
     flags.model = flags.model or ("convnet" if flags.np else "resnet50")
     flags.repeats = flags.repeats or (5 if flags.np else 10)
-    collectives.settle(flags)
+    measuring.settle(flags)
     if flags.model in gpt.SIZES:
         for name in ("image_size", "channels_last"):
             if getattr(flags, name):
@@ -272,7 +272,7 @@ def main() -> int:
             if not flags.collectives:
                 model, batches = built(flags, engine)
         if flags.collectives:
-            result: Result = dict(rows=collectives.sweep(engine, flags), config=flags.given(), versions=versions())
+            result: Result = dict(rows=measuring.sweep(engine, flags), config=flags.given(), versions=versions())
         else:
             result = summarize(flags, engine, measure(Trainer(flags, engine, model, batches)))
         if engine.rank == 0:

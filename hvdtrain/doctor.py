@@ -12,12 +12,17 @@ from hvdtrain.launching import startup
 if __name__ == "__main__":
     startup.begin()
 
+import contextlib
+import platform
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from hvdtrain import cli
-from hvdtrain.checks import build, gpus, host, ranks
+from hvdtrain.checks import gpus, host, ranks
 from hvdtrain.checks.findings import Findings, Here, merged, show
 from hvdtrain.engines import choice
 from hvdtrain.engines.launchers import announced
@@ -25,8 +30,37 @@ from hvdtrain.engines.start import start
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
 
+
+def check_build(findings: Findings, here: Here) -> None:
+    """Check torch and Horovod, and note the versions that must be the same on every rank."""
+    versions = here.versions
+    versions |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    if here.flags.engine != "horovod":
+        findings.ok(f"torch {versions['torch']}, Python {versions['python']}")
+        return
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        do = "make setup, or launch/build_horovod.py"
+        findings.problem(f"Horovod cannot be imported: {error}", "--engine horovod needs it", do)
+        return
+    built = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": bool(hvd.nccl_built())}
+    versions |= {"horovod": metadata.version("horovod"), "built with": ", ".join(name for name in built if built[name])}
+    if built["MPI"]:
+        with contextlib.suppress(ImportError, RuntimeError):
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            from mpi4py import MPI
+
+            versions["mpi"] = MPI.Get_library_version().split(",")[0].splitlines()[0]
+    findings.ok(f"torch {versions['torch']}, Horovod {versions['horovod']} with {versions['built with']}")
+
+
 ALONE = (  # checks of each rank on its own: one that raises does not hide the others
-    build.check_build, gpus.check_gpus, host.check_launcher, host.check_home, host.check_name, host.check_interfaces,
+    check_build, gpus.check_gpus, host.check_launcher, host.check_home, host.check_name, host.check_interfaces,
     host.check_memory_and_disk, host.check_data,
 )  # fmt: skip
 TOGETHER = (

@@ -1,13 +1,30 @@
-"""Functions for all measurements: device synchronization, hardware, result files."""
+"""What all measurements need, and the speed of the all-reduce alone, by message size (`--collectives`).
+
+Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). The algorithm bandwidth of S bytes reduced in t seconds is S/t.
+The bus bandwidth is 2(n-1)/n times that, and can be compared with the network or the memory for any n. GB: 10^9 bytes.
+"""
 
 import json
 import os
 import platform
+import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hvdtrain.engines import atomic, files
+from hvdtrain import cli
+from hvdtrain.engines import atomic, files, lines
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.flags import Flags
+
+Row = dict[str, Any]  # of the table
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+BLOCKS = 5  # timed blocks per size: their median is the result, their range the noise
+MOST_IN_BLOCK = 1000
+COLUMNS = ("bytes", "count", "dtype", "time us", "least", "most", "repeats", "algbw GB/s", "busbw GB/s")
 
 
 def synchronize(device: torch.device) -> None:
@@ -19,10 +36,10 @@ def synchronize(device: torch.device) -> None:
 def hardware() -> dict[str, object]:
     """Return the hardware of this process: processor, cores it may use, memory in bytes, GPU, load average."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        about = []
+    names = (each.partition(":")[2].strip() for each in about if each.startswith("model name"))
     found: dict[str, object] = dict(
         processor=next(names, platform.processor()),
         cores=len(os.sched_getaffinity(0)),
@@ -40,10 +57,89 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         trial = directory / f".trial.{os.getpid()}"
         atomic.write(trial, "", sync=False)
-        trial.unlink()
+        trial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:
     """Write `result` to `path` atomically. Values that JSON does not support are written as text. Raises UserError."""
     with files.output_to(path.parent):
         atomic.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)
+
+
+def add_flags(parser: cli.Parser) -> None:
+    add = parser.add_argument
+    add("--collectives", action="store_true", help="measure the all-reduce alone, by message size in powers of two")
+    add("--dtype", choices=DTYPES, help="of the values of --collectives (default: both)")
+    add("--min-bytes", type=cli.byte_count, default=4, help="smallest size of --collectives (default: 4)")
+    add("--max-bytes", type=cli.byte_count, default=2**28, help="largest size of --collectives (default: 268435456)")
+    add("--seconds-per-size", type=cli.positive, default=0.5, help="of --collectives, about (default: 0.5)")
+
+
+def settle(flags: Flags) -> None:
+    """Raise UserError for sizes that do not go together."""
+    if flags.min_bytes > flags.max_bytes:
+        message = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
+        raise UserError(message, everywhere=True)
+
+
+def sweep(engine: Engine, flags: Flags) -> list[Row]:
+    """Measure every size and dtype. Rank 0 prints the table, and all return its rows. A collective."""
+    rows: list[Row] = []
+    if engine.rank == 0:
+        about = f"{engine.size} rank{'s'[: engine.size > 1]}, {engine.description}, {engine.device.type}, sum"
+        lines.say(f"{about}\n{' '.join(f'{name:>11}' for name in COLUMNS)}")
+    for dtype in [flags.dtype] if flags.dtype else DTYPES:
+        size = flags.min_bytes
+        while size <= flags.max_bytes:
+            count = max(1, size // DTYPES[dtype].itemsize)
+            rows.append(measure(engine, dtype, count, flags.seconds_per_size))
+            if engine.rank == 0:
+                lines.say(line(rows[-1]))
+            size *= 2
+    return rows
+
+
+def measure(engine: Engine, dtype: str, count: int, seconds: float) -> Row:
+    """Time all-reduces of `count` elements for about `seconds`, and return one row of the table. A collective.
+
+    Raises Failure if a result is wrong.
+    """
+    name = f"sweep.{dtype}.{count}"
+    tensor = torch.full((count,), engine.rank + 1, device=engine.device, dtype=DTYPES[dtype])
+    engine.all_reduce_(tensor, "sum", name)  # also the first warm-up
+    expected = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
+    if not torch.isclose(tensor, expected, rtol=0.01).all():
+        raise Failure(f"{engine.description}: wrong sum of {count} {dtype}")
+    tensor.zero_()  # so that repeated sums stay finite
+
+    first = max(block_seconds(engine, tensor, name, 1), 1e-9)
+    first = max(block_seconds(engine, tensor, name, min(10, max(1, int(0.1 * seconds / first)))), 1e-9)
+    times = min(MOST_IN_BLOCK, max(1, round(seconds / BLOCKS / first)))  # the same on all ranks: `first` is
+    blocks = [block_seconds(engine, tensor, name, times) for _ in range(BLOCKS)]
+    taken, size = max(statistics.median(blocks), 1e-12), count * tensor.element_size()
+    return dict(
+        bytes=size, count=count, dtype=dtype, seconds=taken, seconds_least=min(blocks), seconds_most=max(blocks),
+        repeats=times * BLOCKS, algorithm_bytes_per_second=size / taken,
+        bus_bytes_per_second=size / taken * 2 * (engine.size - 1) / engine.size,
+    )  # fmt: skip
+
+
+def block_seconds(engine: Engine, tensor: torch.Tensor, name: str, times: int) -> float:
+    """Run `times` all-reduces, and return the seconds per all-reduce on the slowest rank. A collective."""
+    engine.barrier()
+    synchronize(engine.device)
+    began = time.perf_counter()
+    for _ in range(times):
+        engine.all_reduce_(tensor, "sum", name)
+    synchronize(engine.device)
+    mine = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
+    engine.all_reduce_(mine, "max", "block")
+    return mine.item()
+
+
+def line(row: Row) -> str:
+    """Return one row of the table as text."""
+    cells = [str(row[name]) for name in ("bytes", "count", "dtype")]
+    cells += [f"{row[name] * 1e6:.2f}" for name in ("seconds", "seconds_least", "seconds_most")]
+    cells += [str(row["repeats"]), *(f"{row[f'{kind}_bytes_per_second'] / 1e9:.4g}" for kind in ("algorithm", "bus"))]
+    return " ".join(f"{cell:>11}" for cell in cells)

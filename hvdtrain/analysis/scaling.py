@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,22 +107,19 @@ def command_of(which: Configuration, flags: Flags, directory: Path) -> list[str]
     return command(variant, which.ranks, "hvdtrain.benchmark", words, flags.hosts, flags.interface)
 
 
-def measure(which: Configuration, flags: Flags, directory: Path) -> dict[str, Any] | str:
-    """Run one configuration once, and return the content of benchmark.json, or why there is none."""
+def measure(which: Configuration, flags: Flags, directory: Path) -> dict[str, Any]:
+    """Run one configuration once, and return the content of benchmark.json. Raises UserError or OSError."""
     log, result = directory / "log", directory / "benchmark.json"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        result.unlink(missing_ok=True)  # of an earlier measurement
-        ended = run_job(command_of(which, flags, directory), flags.timeout, log)
-    except (UserError, OSError) as error:  # no launcher, or such as a full disk
-        return str(error)
+    directory.mkdir(parents=True, exist_ok=True)
+    result.unlink(missing_ok=True)  # of an earlier measurement
+    ended = run_job(command_of(which, flags, directory), flags.timeout, log)
     if ended.code is None:
-        return f"not finished after {flags.timeout:g} s, killed; see {log}"
+        raise UserError(f"not finished after {flags.timeout:g} s, killed; see {log}")
     if ended.code != 0:
         why = complaint(log)
-        return f"exit code {ended.code}{f': {why}' if why else ''}; see {log}"
+        raise UserError(f"exit code {ended.code}{f': {why}' if why else ''}; see {log}")
     if not result.exists():
-        return f"wrote no {result}: is --output-dir shared with the first of --hosts?"
+        raise UserError(f"wrote no {result}: is --output-dir shared with the first of --hosts?")
     return dict(json.loads(result.read_text()))
 
 
@@ -134,14 +132,13 @@ def measure_all(flags: Flags, planned: list[Configuration], rounds: Rounds, fail
             if which in failed:
                 continue
             name = f"{which.name}-{which.ranks}-round{number}".replace(" ", "-")
-            outcome = measure(which, flags, flags.output_dir / "runs" / name)
             about = f"round {number}/{flags.rounds}  {which!s:28}"
-            if isinstance(outcome, str):
-                failed[which] = outcome
-                lines.say(f"{about} FAILED: {outcome}")
-            else:
-                rounds[-1][which] = outcome
-                lines.say(f"{about} {rate(outcome):12,.1f} samples/s")
+            try:
+                rounds[-1][which] = result = measure(which, flags, flags.output_dir / "runs" / name)
+                lines.say(f"{about} {rate(result):12,.1f} samples/s")
+            except (UserError, OSError) as error:  # also no launcher, or a full disk
+                failed[which] = str(error)
+                lines.say(f"{about} FAILED: {error}")
 
 
 def rate(result: dict[str, Any]) -> float:
@@ -215,29 +212,19 @@ def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Config
     measuring.write_json(flags.output_dir / "scaling.json", content)
     title = f"{flags.model}, {flags.threads} thread{'s'[: flags.threads > 1]} per rank; n = {len(rounds)}"
     with files.output_to(flags.output_dir):
-        draw(rows, title, flags.output_dir / "scaling.png")
+        plotting.write(flags.output_dir / "scaling.png", title, [partial(draw, rows)])
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw throughput and efficiency over ranks. Bars go from minimum to maximum."""
-
-    def over_ranks(axes: "Axes", key: str, unit: str, bound: Sequence[str] = ()) -> None:
-        names = [name for name in dict.fromkeys(row["name"] for row in rows) if name not in (ALONE, APART)]
-        for place, name in enumerate([*names, *bound]):
-            found = [(row["ranks"], row[key]) for row in rows if row["name"] == name and row[key]]
-            ends = [[v["median"] - v["least"] for _, v in found], [v["most"] - v["median"] for _, v in found]]
-            middle = [value["median"] for _, value in found]
-            axes.errorbar([ranks for ranks, _ in found], middle, yerr=ends, label=name, **plotting.look(place))
-        axes.set(xlabel="ranks", ylabel=unit, ylim=(0, None), xticks=sorted({row["ranks"] for row in rows}))
-
-    def throughput(axes: "Axes") -> None:
-        over_ranks(axes, "samples_per_second", "samples/s, all ranks", (ALONE, APART))
-
-    def share(axes: "Axes") -> None:
-        axes.axhline(1, color="grey", linestyle="--")
-        over_ranks(axes, "efficiency_apart", "share of no communication")
-
-    plotting.write(path, title, [throughput, share])
+def draw(rows: Sequence[Row], axes: "Axes") -> None:
+    """Draw throughput over ranks, and that of ranks that do not communicate. Bars go from minimum to maximum."""
+    for place, name in enumerate(dict.fromkeys(row["name"] for row in rows if row["name"] != ALONE)):
+        found = [row for row in rows if row["name"] == name]
+        rates = [row["samples_per_second"] for row in found]
+        ends = [[one["median"] - one["least"] for one in rates], [one["most"] - one["median"] for one in rates]]
+        middle = [one["median"] for one in rates]
+        axes.errorbar([row["ranks"] for row in found], middle, yerr=ends, label=name, **plotting.look(place))
+    ticks = sorted({row["ranks"] for row in rows})
+    axes.set(xlabel="ranks", ylabel="samples/s, all ranks", ylim=(0, None), xticks=ticks)
 
 
 def run(flags: Flags) -> int:

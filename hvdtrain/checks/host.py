@@ -7,7 +7,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from hvdtrain.checks import nvidia_smi
 from hvdtrain.checks.findings import Findings, Here
 from hvdtrain.engines.launchers import announced
 
@@ -121,18 +120,6 @@ def free_memory() -> int | None:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024  # in kB
     return None
-
-
-def check_gpu_errors(findings: Findings, here: Here) -> None:
-    """Check what nvidia-smi counts of errors, and that it answers."""
-    reset = "reset the GPU (nvidia-smi --gpu-reset) or the host, or use another one"
-    try:
-        for what in nvidia_smi.errors():
-            findings.problem(what, "computations on it fail, or are wrong", reset)
-    except FileNotFoundError:  # no GPU of NVIDIA here
-        return
-    except OSError as error:
-        findings.problem(str(error), "a GPU has fallen off the bus, or its driver has failed", reset)
 
 
 def check_clock(findings: Findings, here: Here) -> None:

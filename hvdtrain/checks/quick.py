@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hvdtrain.checks import host
+from hvdtrain.checks import gpus, host
 from hvdtrain.checks.findings import Findings, Here
 from hvdtrain.cli import Parser, non_negative
 from hvdtrain.engines.lines import put
 from hvdtrain.launching.exit_codes import run
 
 SICK, NO_SUM = 4, 5  # exit codes. 1, 126, 127 and 255: Python, a shell or ssh has failed
-CHECKS = (host.check_name, host.check_memory_and_disk, host.check_clock, host.check_gpu_errors)
+CHECKS = (host.check_name, host.check_memory_and_disk, host.check_clock, gpus.check_gpu_errors)
 MEET_SECONDS = 5.0  # for others to connect
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvdtrain import benchmark
-from hvdtrain.analysis import collectives
+from hvdtrain.analysis import measuring
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.single import SerialEngine
 
@@ -27,7 +27,7 @@ class PretendWorld(SerialEngine):
 
 
 def test_bandwidths_are_those_of_nccl_tests():
-    row = collectives.measure(PretendWorld(), "float16", 1024, 0.01)
+    row = measuring.measure(PretendWorld(), "float16", 1024, 0.01)
     assert (row["bytes"], row["count"]) == (2048, 1024)
     assert row["algorithm_bytes_per_second"] == pytest.approx(2048 / row["seconds"])
     assert row["bus_bytes_per_second"] == pytest.approx(row["algorithm_bytes_per_second"] * 2 * 3 / 4)
@@ -36,7 +36,7 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 def test_a_wrong_result_is_never_a_bandwidth():
     with pytest.raises(Failure, match="wrong sum of 1024 float32"):
-        collectives.measure(PretendWorld(wrong=True), "float32", 1024, 0.01)
+        measuring.measure(PretendWorld(wrong=True), "float32", 1024, 0.01)
 
 
 def run(flags: str, monkeypatch) -> int:
@@ -62,6 +62,6 @@ def test_what_could_not_be_kept_is_not_begun(capsys, monkeypatch, tmp_path):
 
 def test_seconds_per_size_are_what_a_size_takes(engine, monkeypatch):
     """The clock is the number of all-reduces: a millisecond each."""
-    monkeypatch.setattr(collectives, "block_seconds", lambda engine, tensor, name, times: 1e-3)
+    monkeypatch.setattr(measuring, "block_seconds", lambda engine, tensor, name, times: 1e-3)
     for seconds, expected in ((0.05, 10), (0.5, 100)):
-        assert collectives.measure(engine, "float32", 4, seconds)["repeats"] == expected * 5
+        assert measuring.measure(engine, "float32", 4, seconds)["repeats"] == expected * 5

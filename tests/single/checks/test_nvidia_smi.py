@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.checks import nvidia_smi
+from hvdtrain.checks import gpus
 from tests.single.checks.nvidia_smi import GPU, put
 
 
@@ -15,28 +15,28 @@ def said(tmp_path, monkeypatch):
 def test_gpus(said):
     slices = GPU.format(1).replace("Disabled", "Enabled").replace("81559", "[N/A]")
     said([GPU.format(0), slices])
-    first, second = nvidia_smi.gpus()
+    first, second = gpus.listed()
     assert first.uuid == "GPU-5c2b0000-0000-0000-0000-000000000000"
     assert str(first) == "NVIDIA H100 80GB HBM3, 81,559 MiB, driver 580.65.06, MIG Disabled, compute mode Default"
     assert (second.mig_mode_current, second.memory_total) == ("Enabled", 0)
     said([])
-    assert nvidia_smi.gpus() == []
+    assert gpus.listed() == []
 
 
 def test_an_nvidia_smi_that_is_missing_fails_or_says_something_else(said, tmp_path, monkeypatch):
     said(["one, two"])
     with pytest.raises(OSError, match="said 'one, two' instead of 7 values"):
-        nvidia_smi.gpus()
+        gpus.listed()
     said(["NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"], code=9)
     with pytest.raises(OSError, match="ended with 9: NVIDIA-SMI has failed"):
-        nvidia_smi.gpus()
+        gpus.listed()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(nvidia_smi, "LIMIT", 0.2)
+    monkeypatch.setattr(gpus, "LIMIT", 0.2)
     with pytest.raises(OSError, match="no answer"):
-        nvidia_smi.gpus()
+        gpus.listed()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(OSError, match="no nvidia-smi on PATH"):
-        nvidia_smi.gpus()
+        gpus.listed()
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_an_nvidia_smi_that_is_missing_fails_or_says_something_else(said, tmp_pa
     ],
 )
 def test_drivers_that_are_too_old(driver, cuda, oldest):
-    assert nvidia_smi.too_old(driver, cuda) == oldest
+    assert gpus.too_old(driver, cuda) == oldest

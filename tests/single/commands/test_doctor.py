@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hvdtrain import doctor
-from hvdtrain.checks import build, gpus, host, quick
+from hvdtrain.checks import gpus, host, quick
 from hvdtrain.checks.findings import Findings, Here, show
-from hvdtrain.checks.nvidia_smi import Gpu
+from hvdtrain.checks.gpus import Gpu
 from tests.e2e.launchers import free_port
 from tests.single.checks.nvidia_smi import GPU, put
 
@@ -70,7 +70,7 @@ def test_a_build_without_nccl_is_no_fault_where_the_cpu_trains(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     found = Findings()
-    build.check_build(found, Here(SimpleNamespace(engine="horovod", device="cpu")))
+    doctor.check_build(found, Here(SimpleNamespace(engine="horovod", device="cpu")))
     assert faults(found) == []
 
 
@@ -117,11 +117,11 @@ def test_errors_that_nvidia_smi_counts(tmp_path, monkeypatch):
         (tmp_path / "nvidia-smi").write_text(script)
         (tmp_path / "nvidia-smi").chmod(0o755)
         found = Findings()
-        host.check_gpu_errors(found, Here(SimpleNamespace()))
+        gpus.check_gpu_errors(found, Here(SimpleNamespace()))
         assert [finding["what"] for finding in found.all] == said
     (tmp_path / "nvidia-smi").unlink()
     found = Findings()
-    host.check_gpu_errors(found, Here(SimpleNamespace()))
+    gpus.check_gpu_errors(found, Here(SimpleNamespace()))
     assert found.all == []
 
 

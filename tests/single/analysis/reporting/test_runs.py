@@ -153,8 +153,7 @@ def test_the_best_evaluation_is_one_with_a_number(leave):
 
 
 def test_what_is_recorded_beside_a_scripts_values_is_no_value():
-    beside = dict(loss_rank0=1.0, learning_rate=0.1, loading_share=0.5, flag=True, word="x", none=None, elapsed=3.0,
-                  energy_joules=7.0)  # fmt: skip
+    beside = dict(loss_rank0=1.0, learning_rate=0.1, loading_share=0.5, flag=True, word="x", none=None, elapsed=3.0)
     line = step(1.0, 1, loss=float("inf"), huge=10**400, sharpe=2, resident_bytes=[1], **beside)
     assert named_values(line, {}) == {"loss": float("inf"), "sharpe": 2.0}
     named = Metric("min")
