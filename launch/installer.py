@@ -16,8 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from stages import open_lock, stage
-from steps import LIMITS, BuildFailure, Refusal, pins, remedy_of, run, user_cache
+from steps import LIMITS, BuildFailure, Refusal, open_lock, pins, remedy_of, run, stage, user_cache
 
 # What pip may be configured with, and how uv is told. Anything else, such as no-binary, means that pip is used.
 UV_NAMES = {

@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stages import stage
-from steps import BuildFailure, Refusal, has_nvidia_gpu, kill_group, main_with_exit_codes
+from steps import BuildFailure, Refusal, has_nvidia_gpu, kill_group, main_with_exit_codes, stage
 
 INSPECT = """
 import json, torch, horovod.torch as hvd

@@ -1,8 +1,9 @@
-"""What a Horovod wheel is built against: this interpreter's PyTorch, an MPI, a CUDA. The key of the wheel cache."""
+"""What a Horovod wheel is built against: this interpreter's PyTorch, an MPI, a CUDA; and the cache of wheels, by it."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,7 +21,7 @@ from pathlib import Path
 import cuda_toolkit
 import horovod_source
 import site_settings
-from steps import BuildFailure, Refusal, pins
+from steps import BuildFailure, Refusal, pins, user_cache
 
 
 @dataclass(frozen=True)
@@ -164,3 +165,36 @@ def describe_target(options: argparse.Namespace) -> tuple[Target, list[str], cud
     toolkit = gpu if isinstance(gpu, cuda_toolkit.Cuda) else None
     run_path = [*mpi_directories, "$ORIGIN/../../torch/lib", *(toolkit.run_path() if toolkit else [])]
     return target, run_path, toolkit
+
+
+def default_cache() -> Path:
+    """Return the default cache directory."""
+    return user_cache() / "hvdtrain"
+
+
+def cached_wheel(entry: Path) -> Path | None:
+    """Return the wheel of a cache entry, or None if the entry is incomplete or damaged."""
+    try:
+        record = json.loads((entry / "entry.json").read_text())
+        wheel = entry / record["wheel"]
+        return wheel if hashlib.sha256(wheel.read_bytes()).hexdigest() == record["sha256"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def store_wheel(entry: Path, wheel: Path, target: Target) -> Path:
+    """Store a wheel and return its path. Each file gets its final name when it is complete, the record last."""
+    record = {
+        "wheel": wheel.name,
+        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "built_against": dataclasses.asdict(target),
+    }
+    partial = entry / f".{wheel.name}.{os.getpid()}"
+    try:
+        shutil.copyfile(wheel, partial)
+        partial.replace(entry / wheel.name)
+        partial.write_text(json.dumps(record, indent=2) + "\n")
+        partial.replace(entry / "entry.json")
+    finally:
+        partial.unlink(missing_ok=True)
+    return entry / wheel.name

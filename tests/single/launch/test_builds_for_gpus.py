@@ -18,7 +18,6 @@ import cuda_toolkit  # noqa: E402
 import horovod_source  # noqa: E402
 import site_settings  # noqa: E402
 import target  # noqa: E402
-import wheel_cache  # noqa: E402
 from steps import Refusal  # noqa: E402
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -263,7 +262,7 @@ LINKED = ("common.cc", "thread_pool.cc", "logging.cc", "ops/gpu_operations.cc", 
 @pytest.fixture
 def failing_all_reduce(tmp_path: Path) -> Path:
     """Compile stand_in/gpu_error.cc with Horovod's own sources, patched."""
-    sdist = wheel_cache.default_cache() / "sources" / horovod_source.SDIST
+    sdist = target.default_cache() / "sources" / horovod_source.SDIST
     if not sdist.is_file() or shutil.which("g++") is None:
         pytest.skip("needs g++, and Horovod's source in the cache")
     source = horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path)

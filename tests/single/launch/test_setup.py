@@ -22,11 +22,9 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
-import activation  # noqa: E402
 import installer  # noqa: E402
-import orphans  # noqa: E402
-import stages  # noqa: E402
 import steps  # noqa: E402
+import venv_state  # noqa: E402
 from steps import BuildFailure, Refusal  # noqa: E402
 
 from hvdtrain.launching import processes  # noqa: E402
@@ -198,13 +196,13 @@ def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
     assert first.wait(60) in (128 + number, -number)
     assert killed(checkout, 1000) == "subprocess.Popen"
     assert not list((checkout / ".venv" / "lib").glob("new*"))
-    assert not orphans.orphans(checkout)
+    assert not venv_state.orphans(checkout)
 
 
 def test_two_setups_at_once_wait_for_each_other(checkout: Path) -> None:
     command = [sys.executable, checkout / "launch" / "setup", "--offline", checkout / "empty"]
     environment = os.environ | {"CXX": "/no", "XDG_CACHE_HOME": str(checkout)}
-    with stages.only_one(checkout / ".venv-setup.lock", "test"):
+    with steps.only_one(checkout / ".venv-setup.lock", "test"):
         waiting = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         assert waiting.stdout is not None
         said = "wait for the other set-up of this checkout ..."
@@ -497,10 +495,10 @@ def activated(tmp_path: Path) -> Path:
     """An environment's bin/activate, as root sees it."""
     venv = tmp_path / "my env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
-    activation.withhold(venv)
+    venv_state.withhold(venv)
     assert not list((venv / "bin").glob("activate*"))
     for _ in range(2):
-        activation.release(venv)
+        venv_state.release(venv)
     (tmp_path / "id").write_text("#!/bin/sh\necho ${FAKE_ID:-0}\n")
     (tmp_path / "id").chmod(0o755)
     return venv / "bin" / "activate"
@@ -532,11 +530,11 @@ def test_root_may_start_mpirun_until_it_deactivates_and_others_are_left_alone(ac
 
 
 def test_a_stage_is_one_line_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with stages.stage("do it"):
+    with steps.stage("do it"):
         pass
-    with pytest.raises(ValueError, match="no"), stages.stage("do it"):
+    with pytest.raises(ValueError, match="no"), steps.stage("do it"):
         raise ValueError("no")
-    with stages.stage("do it") as current:
+    with steps.stage("do it") as current:
         current.result = "not done: "
     said = [re.sub(r"\d+\.\d s", "N s", line) for line in capsys.readouterr().out.splitlines()]
     assert said == ["do it ... N s", "do it ... failed after N s", "do it ... not done: N s"]
@@ -544,9 +542,9 @@ def test_a_stage_is_one_line_with_its_time(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_long_stage_shows_its_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(stages, "UPDATE_SECONDS", 0.01)
-    monkeypatch.setattr(stages, "_write", shown.append)
-    with stages.stage("do it") as current:
+    monkeypatch.setattr(steps, "UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr(steps, "_write", shown.append)
+    with steps.stage("do it") as current:
         current.note = "at something"
         wait_for(lambda: sum("at something" in text for text in shown) >= 3, shown)
     assert re.search(r"\n    \d+ s  at something \.\.\.", "".join(shown))
