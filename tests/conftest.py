@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
 # wait for a time limit meanwhile.
 FIRST = (
     "e2e/engines/test_parallel.py", "e2e/training/test_programs.py", "single/launching/test_import_timeout.py",
-    "e2e/engines/test_engines.py", "single/hangs/test_monitor.py", "e2e/launch/test_restarts.py",
+    "e2e/engines/test_engines.py", "single/guards/test_watch.py", "e2e/launch/test_restarts.py",
     "single/launch/test_setup.py", "single/launching/test_local_ranks.py", "e2e/commands/test_mnist.py",
     "single/hangs/test_leaving.py", "e2e/launch/test_hosts.py", "e2e/docs/test_documentation.py",
     "e2e/training/test_guard.py", "e2e/launch/test_start_timeout.py", "e2e/engines/test_horovod_calls.py",

@@ -2,7 +2,7 @@
 
 For failures every M seconds and a cost of C seconds per checkpoint, Young's optimal interval is sqrt(2 C M) seconds (Daly,
 2006). C is measured, M is unknown. At an interval of 100 C, checkpoints take 1 % of the time, and for all M above 5,000 C a
-failure loses less than at the optimum. Only rank 0 decides; the others learn of it by an `Appointment` (guards/monitor.py).
+failure loses less than at the optimum. Only rank 0 decides; the others learn of it by an `Appointment` (guards/watch.py).
 """
 
 import contextlib

@@ -180,7 +180,7 @@ def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:
         # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
-        # suspended as long. Hung ranks are found by guards/monitor.py.
+        # suspended as long. Hung ranks are found by guards/watch.py.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         flight.record()
     # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.

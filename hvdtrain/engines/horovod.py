@@ -27,7 +27,7 @@ from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimize
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import all_tensors
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, prepare_environment, tuned_environment
-from hvdtrain.guards import leaving
+from hvdtrain.guards import limits
 from hvdtrain.guards.activity import collective
 
 REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
@@ -223,4 +223,4 @@ class HorovodEngine(Engine):
             self.shutdown()
             return
         # Not before the process ends: the program may train again, for instance on the next fold.
-        mpi_end.shut_down_at_exit(self.hvd, killed=leaving.killed())
+        mpi_end.shut_down_at_exit(self.hvd, killed=limits.killed())

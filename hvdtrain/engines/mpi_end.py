@@ -10,7 +10,7 @@ import ctypes
 import threading
 from typing import Any
 
-from hvdtrain.guards import leaving
+from hvdtrain.guards import limits
 
 # For MPI's own part of its end, which takes 5 ms, and goes on beside Python's, which takes 30. It removes the rank's file in
 # /dev/shm.
@@ -36,13 +36,13 @@ def shut_down_at_exit(hvd: Any, *, killed: bool) -> None:
 
 
 def _shut_down(hvd: Any) -> None:
-    with leaving.ending(suspended=True):
+    with limits.ending(suspended=True):
         hvd.shutdown()
 
 
 def _shut_down_unanswered(hvd: Any, ends: threading.Event, thread: threading.Thread) -> None:
     # A rank that has ended interrupts mpirun's second, and SIGKILL follows: wait here for those that work on after training.
-    with leaving.ending(suspended=True), contextlib.suppress(Exception):  # the program has shut Horovod down itself
+    with limits.ending(suspended=True), contextlib.suppress(Exception):  # the program has shut Horovod down itself
         hvd.barrier()
     ends.set()
     with contextlib.suppress(RuntimeError):  # it was not started: Horovod's own exit handler follows

@@ -14,7 +14,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
 from hvdtrain.engines.malloc import keep_freed_memory
-from hvdtrain.guards import leaving
+from hvdtrain.guards import limits
 
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
 
@@ -45,7 +45,7 @@ def start(
         os.environ.update(arithmetic.REPEATABLE)
     kind = engine_class(name)
     engine = kind(tuning=tuning, rank=place.rank, size=place.size, launcher=place.launcher)
-    engine.ending = leaving.ending
+    engine.ending = limits.ending
     if place.launcher != "none" and (place.rank, place.size) != (engine.rank, engine.size):
         engine.shutdown()
         advice = remedy(place.launcher, name)

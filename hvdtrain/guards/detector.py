@@ -1,34 +1,30 @@
 """How long this rank has made no progress, and what to do about it: ask the others where they are, wait, or end the job.
 
-If rank 0 has made no progress for the time limit of a step, it asks every rank for a report, and decides (diagnosis.py). The
-others decide only if rank 0 does not answer. Earlier, rank 0 compares the collectives in which ranks wait: no time helps
-if these differ. Called by the monitor's thread.
+While rank 0 makes no progress, it asks every rank for a report, and judges them (judge.py): first after a few seconds, if it
+waits in a collective, because no time helps ranks that wait in different ones; then when the first limit may be over. The
+others judge only whether rank 0 answers. Called by the thread of watch.py.
 """
 
 import select
-import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from hvdtrain.engines.lines import say_within
 from hvdtrain.guards import flight
 from hvdtrain.guards.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
-from hvdtrain.guards.diagnosis import (
+from hvdtrain.guards.connection import Peers
+from hvdtrain.guards.evidence import Starvation, Work, main_stack, where
+from hvdtrain.guards.judge import (
     MOST_STARVED,
+    TIMES_STEP,
     TO_ANNOUNCE,
     TO_WATCH_LONGER,
+    HangTimeouts,
     Report,
-    diagnose_hang,
-    different_collectives,
+    judge,
 )
-from hvdtrain.guards.messages import Stand
-from hvdtrain.guards.peers import Peers
-from hvdtrain.guards.settings import Settings
-from hvdtrain.guards.stacks import main_stack, where, worth_printing
-from hvdtrain.guards.timeouts import TIMES_STEP
-from hvdtrain.guards.work import Starvation, Work
 
-COMPARE_SECONDS = 5.0  # without progress until rank 0 first compares the collectives of all ranks; then twice as long
+FIRST_ASKED = 5.0  # seconds without progress until rank 0 first asks; then at least twice as long, or at the next limit
 
 
 class Seen(NamedTuple):
@@ -40,16 +36,15 @@ class Seen(NamedTuple):
 
 
 class Detector:
-    """The detector of one rank."""
+    """The detector of one rank. reply: seconds for a rank to answer. guest: the program does not use hvdtrain."""
 
-    def __init__(self, peers: Peers, activity: Activity, settings: Settings):
+    def __init__(self, peers: Peers, activity: Activity, timeouts: HangTimeouts, reply: float, guest: bool = False):
         self.rank, self.peers, self.names, self.activity = peers.me, peers, peers.names(), activity
-        self.timeouts, self.reply, self.guest = settings.timeouts, settings.timing.reply, settings.guest
+        self.timeouts, self.reply, self.guest = timeouts, reply, guest
         self.longest = 0.0  # seconds of the longest step so far
-        self.reports: dict[int, Stand] = {}  # the answers, by rank
-        self.asked_at: float | None = None
-        self._ask_again = 0.0
-        self._compare_at = COMPARE_SECONDS  # seconds without progress
+        self.reports: dict[int, Report] = {}  # the answers, by rank
+        self.asked_at: float | None = None  # the time, until the answers are judged
+        self._asked_after = self._ask_next = 0.0  # seconds without progress
         self._seen, self._stalled = 0, 0.0  # `activity.moves` at the last look; seconds since it changed
         self._phase = activity.phase  # phase in which the main thread made its last progress
         self._idle = 0.0  # seconds without progress in which this rank was not at work, less those in which it was
@@ -61,86 +56,78 @@ class Detector:
         """Look whether the main thread has made progress, `elapsed` seconds after the last look."""
         starved = self.starvation.seconds()
         moves, phase = self.activity.moves, self.activity.phase
-        moved = moves != self._seen
-        if moved:
+        if moves != self._seen:
             # Other phases do not count for the longest step, nor does waiting for a rank in one.
             took = self._stalled - max(starved, self._excused)
             if self._phase == STEP and took < self.timeouts.step(self.longest):
                 self.longest = max(self.longest, took)
             self._seen, self._stalled, self._idle, self._reported = moves, 0.0, 0.0, False
-            self.asked_at, self._ask_again, self._excused, self.reports = None, 0.0, 0.0, {}
-            self._compare_at = COMPARE_SECONDS
+            self.asked_at, self._ask_next, self._excused, self.reports = None, 0.0, 0.0, {}
             self.starvation.reset()
-        else:
-            self._stalled += elapsed
-            if self._may_work(phase):
-                # Not 0 at once: a thread or child process that writes a line every ten seconds is no evidence.
-                self._idle = max(0.0, self._idle - elapsed) if self.work.seen() else self._idle + elapsed
+            self._phase = phase
+            return Seen(moved=True)
+        self._stalled += elapsed
+        if self._may_work(phase):
+            # Not 0 at once: a thread or child process that writes a line every ten seconds is no evidence.
+            self._idle = max(0.0, self._idle - elapsed) if self.work.seen() else self._idle + elapsed
         self._phase = phase
-        waits = connected and not moved and not self.timeouts.off
-        return self._decide(now, starved) if waits else Seen(moved)
+        if not connected or self.timeouts.off:
+            return Seen()
+        # If this rank lacks a core, other ranks on its host may lack one, too.
+        patience = self.reply + min(starved, MOST_STARVED * self.reply)
+        silent = self.asked_at is not None and now - self.asked_at > patience
+        return self._judge_all(now, silent) if self.rank == 0 else self._doubt_rank_0(now, silent)
 
     def _may_work(self, phase: Phase) -> bool:
         """Return whether work that is seen extends the limit of this phase."""
         return phase is UPDATED or (self.timeouts.patient and self.activity.collective is None)
 
-    def _decide(self, now: float, starved: float) -> Seen:
-        """Return what follows from a look without progress. starved: seconds without a core."""
+    def _judge_all(self, now: float, silent: bool) -> Seen:
+        """On rank 0: ask, and end the job, unless the reports show a reason for the delay; then ask again later."""
         limit = self.timeouts.step(self.longest)
-        # Rank 0 decides first, if it can.
-        late = 0.0 if self.rank == 0 or self.peers.is_stopped(0) else 2 * self.reply
-        if self._stalled < limit + late or now < self._ask_again:
-            return self._compare()
         if self.asked_at is None:
+            first = FIRST_ASKED if self.activity.collective is not None else limit
+            if self._stalled < max(first, self._ask_next):
+                return Seen()
+            self.asked_at, self._asked_after, self.reports = now, self._stalled, {}
+            return Seen(ask=True)
+        if not silent and len(self.reports.keys() | {0}) < len(self.names):
+            return Seen()
+        self.reports[0] = self.report()
+        missing = [rank for rank in range(len(self.names)) if rank not in self.reports]
+        stopped = [rank for rank in missing if self._stalled >= limit and self.peers.is_stopped(rank)]
+        verdict = judge(self.reports, self.names, 0, stopped, TO_WATCH_LONGER if self.guest else TO_ANNOUNCE)
+        if verdict.headline is not None:
+            return Seen(end=verdict.headline)
+        if self.timeouts.patient and not self._reported:
+            self._tell_of_work()
+        self._excused, self.asked_at = verdict.excused, None
+        # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
+        self._ask_next = min(self._stalled + max(min(verdict.wait, limit), 0.05), 2 * self._asked_after)
+        return Seen()
+
+    def _doubt_rank_0(self, now: float, silent: bool) -> Seen:
+        """On another rank: end the job if rank 0, which decides first if it can, does not answer."""
+        limit, stopped = self.timeouts.step(self.longest), self.peers.is_stopped(0)
+        late = 0.0 if stopped else 2 * self.reply
+        if self.asked_at is None:
+            if self._stalled < max(limit + late, self._ask_next):
+                return Seen()
             self.asked_at, self.reports = now, {self.rank: self.report()}
             return Seen(ask=True)
-        # If this rank lacks a core, other ranks on its host may lack one, too.
-        silent = now - self.asked_at > self.reply + min(starved, MOST_STARVED * self.reply)
-        if self.rank == 0 and (silent or len(self.reports) == len(self.names)):
-            return self._judge(now)
-        if self.rank != 0 and 0 in self.reports:
-            self.asked_at, self._ask_again = None, now + limit  # rank 0 is alive, and will decide
-        elif self.rank != 0 and silent:
+        if 0 in self.reports:
+            self.asked_at, self._ask_next = None, self._stalled + limit
+        elif silent:
             # Ranks go through the phases together: rank 0 may be in a phase in which it cannot answer.
             phase = STEP if self._phase is BETWEEN else self._phase
-            if self.peers.is_stopped(0) or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
+            if stopped or self._stalled >= self.timeouts.phase(phase, self.longest) + late:
                 return Seen(end=f"{self.names[0]} does not answer (stopped, spinning outside Python, or cut off)")
-            self.asked_at, self._ask_again = None, now + self.reply
+            self.asked_at, self._ask_next = None, self._stalled + self.reply
         return Seen()
 
-    def _compare(self) -> Seen:
-        """On rank 0, while it waits for others: end the job if ranks wait for different collectives."""
-        if self.rank != 0 or self.activity.collective is None:
-            return Seen()
-        if self._stalled >= self._compare_at:
-            self._compare_at, self.reports = 2 * self._stalled, {}
-            return Seen(ask=True)
-        if len(self.reports) == len(self.names) - 1:  # all have answered
-            self.reports[0] = self.report()
-            reports = {rank: stand.report for rank, stand in self.reports.items()}
-            if different_collectives(reports, self.names):
-                return Seen(end=diagnose_hang(reports, self.names).headline)
-        return Seen()
-
-    def _judge(self, now: float) -> Seen:
-        """End the job, unless the reports show a reason for the delay; then ask again later."""
-        self.reports[self.rank] = self.report()
-        reports = {rank: stand.report for rank, stand in self.reports.items()}
-        stopped = [rank for rank in range(len(self.names)) if rank not in reports and self.peers.is_stopped(rank)]
-        remedy = TO_WATCH_LONGER if self.guest else TO_ANNOUNCE
-        diagnosis = diagnose_hang(reports, self.names, self.rank, stopped, remedy)
-        if diagnosis.headline is not None:
-            return Seen(end=diagnosis.headline)
-        if self.timeouts.patient and not self._reported:
-            self._tell_of_work(reports)
-        self._excused = diagnosis.excused
-        # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
-        self.asked_at, self._ask_again = None, now + max(min(diagnosis.wait, self.timeouts.step(self.longest)), 0.05)
-        return Seen()
-
-    def _tell_of_work(self, reports: Mapping[int, Report]) -> None:
+    def _tell_of_work(self) -> None:
         """Print a line, once, if a rank has worked for longer than its phase may take, and than ten steps."""
-        for rank, report in reports.items():
+        for rank, report in self.reports.items():
             known = self.timeouts.phase(Phase(report.phase), self.longest)
             long = max(known, TIMES_STEP * self.timeouts.step(self.longest))
             if report.collective is None and report.stalled >= long:
@@ -151,10 +138,10 @@ class Detector:
                     f"It is ended after {limit:.0f} s: a longer limit is --watch {2 * limit:.0f}\n"
                 )
 
-    def report(self) -> Stand:
-        """Return a report about the main thread, and the innermost frames of its stack."""
-        stack, activity = main_stack(), self.activity
-        phase, stalled, at = activity.phase, 0.0 if activity.moves != self._seen else self._stalled, where(stack)
+    def report(self) -> Report:
+        """Return a report about the main thread."""
+        activity = self.activity
+        phase, stalled, at = activity.phase, 0.0 if activity.moves != self._seen else self._stalled, where(main_stack())
         step = self.timeouts.step(self.longest)
         allowed = self.timeouts.phase(phase, self.longest)
         if self._may_work(phase):
@@ -164,8 +151,10 @@ class Detector:
             allowed = max(allowed, self.timeouts.phase(UNREAD, self.longest))
             at += " (its output is not read: a paused pager, or Ctrl-S)"
         starved, waits, asynchronous = self.starvation.seconds(), activity.collective, activity.asynchronous
-        report = Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, *activity.called)
-        return Stand(report, traceback.format_list(worth_printing(stack, self.guest)), flight.last())
+        calls, called = activity.called
+        return Report(
+            activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, calls, called, flight.last()
+        )
 
 
 def output_is_read(descriptors: Collection[int] = (1, 2)) -> bool:

@@ -7,9 +7,9 @@ import threading
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import put
-from hvdtrain.guards.messages import Fail
-from hvdtrain.guards.monitor import Monitor, monitor_ranks
-from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.guards.connection import Fail
+from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.guards.watch import Watch, watch_ranks
 
 
 class ScriptWatchdog:
@@ -21,24 +21,24 @@ class ScriptWatchdog:
 
     def __init__(self, seconds: float | None):
         self._timeouts = HangTimeouts(seconds, patient=seconds is None)
-        self.monitor: Monitor | None = None
+        self.watch: Watch | None = None
         self.steps = 0
 
     def started(self, engine: Engine) -> None:
         """Called after `hvd.init()` on every rank. Collectives are allowed here."""
         self.engine = engine
-        self.monitor = monitor_ranks(engine, self._timeouts, guest=True)
-        if self.monitor.warning is not None and engine.rank == 0:
-            put(sys.stderr, self.monitor.warning + "\n")
+        self.watch = watch_ranks(engine, self._timeouts, guest=True)
+        if self.watch.warning is not None and engine.rank == 0:
+            put(sys.stderr, self.watch.warning + "\n")
 
     def waits(self) -> None:
         """Called before the script waits for a collective."""
-        if self.monitor is not None and threading.current_thread() is threading.main_thread():
+        if self.watch is not None and threading.current_thread() is threading.main_thread():
             self.engine.activity.compute()
             self.engine.activity.collective = "synchronize"
 
     def waited(self) -> None:
-        if self.monitor is not None:
+        if self.watch is not None:
             if threading.current_thread() is threading.main_thread():
                 self.engine.activity.collective = None
             self.engine.activity.heartbeat()
@@ -46,14 +46,14 @@ class ScriptWatchdog:
 
     def loaded(self) -> None:
         """Called after a DataLoader has returned a batch."""
-        if self.monitor is not None:
+        if self.watch is not None:
             self.engine.activity.heartbeat()
             self.engine.activity.compute()
 
     def stepped(self) -> None:
         """Called after a step of a DistributedOptimizer over all ranks."""
         self.steps += 1
-        if self.monitor is not None:
+        if self.watch is not None:
             self.engine.activity.finish_step(self.steps)
             self.engine.activity.update()
 
@@ -69,8 +69,8 @@ class ScriptWatchdog:
             self._close(Fail(f"it ended with exit code {exit_code}") if exit_code else None)
 
     def _close(self, failure: Fail | None) -> None:
-        monitor, self.monitor = self.monitor, None
-        if monitor is not None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
             with contextlib.suppress(OSError):
-                monitor.close(failure)
-            monitor.make_leaving().start()
+                watch.close(failure)
+            watch.make_leaving().start()

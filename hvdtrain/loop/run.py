@@ -514,7 +514,7 @@ class Run:
     def _go_on(self) -> None:
         """Called for each batch. After a stop request, ranks leave an evaluation at any batch, except inside a step."""
         self.engine.activity.heartbeat()
-        if self.stopping.monitor.stop_reason and not self.in_steps:
+        if self.stopping.watch.stop_reason and not self.in_steps:
             raise CutShort
 
     def predict(self, **values: Tensor) -> None:

@@ -17,18 +17,17 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import require_same_flags
 from hvdtrain.engines.start import start as start_engine
 from hvdtrain.flags import Flags, is_url
-from hvdtrain.guards.monitor import monitor_ranks, remember_ignored
-from hvdtrain.guards.start_limit import limited_start
-from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.guards.limits import limited_start
+from hvdtrain.guards.watch import remember_ignored, watch_ranks
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.inputs import Kind
 from hvdtrain.inputs.sharding import seed_generators
 from hvdtrain.inputs.sources import Data, require_default_device
-from hvdtrain.loop import early_end
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.state import Phase
-from hvdtrain.loop.stopping import Stopped, Stopping
+from hvdtrain.loop.stopping import Stopped, Stopping, early_ends_refused
 from hvdtrain.models import compile_cache
 from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.run_output import RunOutput
@@ -204,10 +203,10 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         remedy = "nothing to save: run the same command again"
         output.say(f"stopped by {reason}, before the first step was finished; {remedy}")
 
-    monitor = monitor_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
-    monitor.recordings = flags.output_dir and flags.output_dir / "collectives"
-    with output, Stopping(engine, output, monitor, flags.checkpoint_steps) as stopping:
-        features = features_of(engine, flags, output, monitor.peers.name, stopping.heartbeat)
+    watch = watch_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
+    watch.recordings = flags.output_dir and flags.output_dir / "collectives"
+    with output, Stopping(engine, output, watch, flags.checkpoint_steps) as stopping:
+        features = features_of(engine, flags, output, watch.peers.name, stopping.heartbeat)
         data = Data(kinds_of_data, engine, flags, output)
         run = kind_of_run(flags)(engine, flags, metrics, output, checkpoints, stopping, data, state, features)
         torch.manual_seed(flags.seed)
@@ -218,7 +217,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
                 f"warning: this process has trained into {flags.output_dir} before, and continues that run: {remedy}"
             )
         with carried_out(run):
-            with early_end.refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
+            with early_ends_refused(engine, lambda: f"in epoch {state.epoch + 1}, after step {state.step}"):
                 yield run
             run.finish(warn_of=metrics if named else ())
             finished.add(flags.output_dir)

@@ -1,6 +1,8 @@
 """Stop signals and automatic checkpoints: all ranks decide together, at the same step."""
 
+import contextlib
 import enum
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
@@ -8,17 +10,20 @@ import torch
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import announced
-from hvdtrain.guards import leaving
-from hvdtrain.guards.messages import Fail
-from hvdtrain.guards.monitor import STOP_SIGNALS, Monitor
+from hvdtrain.guards import limits
+from hvdtrain.guards.connection import Fail
+from hvdtrain.guards.watch import STOP_SIGNALS, Watch
 from hvdtrain.launching.exit_codes import STOPPED
-from hvdtrain.loop.early_end import LeftEarly
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.run_output import RunOutput
 
 
 class Stopped(BaseException):
     """Raised on all ranks after the same step, following a stop request. `except Exception` does not catch it."""
+
+
+class LeftEarly(Failure):
+    """The program has called sys.exit() without an error: on one rank, or by the same line on all."""
 
 
 class Decision(enum.Enum):
@@ -38,14 +43,14 @@ class Stopping:
 
     stride = 1  # steps between two of which all ranks may decide; a feature may raise it
 
-    def __init__(self, engine: Engine, output: RunOutput, monitor: Monitor, checkpoint_steps: int | None):
-        self.engine, self.output, self.monitor = engine, output, monitor
+    def __init__(self, engine: Engine, output: RunOutput, watch: Watch, checkpoint_steps: int | None):
+        self.engine, self.output, self.watch = engine, output, watch
         self._activity = engine.activity
         self._every = checkpoint_steps
         self.save_at = float("inf")  # the step after which --checkpoint-steps wants the next checkpoint
-        if monitor.warning is not None:
+        if watch.warning is not None:
             self._activity.asked = True
-            output.say(monitor.warning)
+            output.say(watch.warning)
 
     def __enter__(self) -> "Stopping":
         return self
@@ -54,22 +59,22 @@ class Stopping:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.engine.barrier()  # the monitor still detects ranks that do not reach it
+            self.engine.barrier()  # the watch still detects ranks that do not reach it
         elif isinstance(error, Failure):
             self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
         mistake = isinstance(error, (UserError, LeftEarly))
         failure = None if agreed else Fail(f"{type(error).__name__}: {error}", mistake)
-        self.monitor.close(failure)
-        theirs = failure is not None and self.engine.rank and self.monitor.peers.failed_alike(0, failure)
+        self.watch.close(failure)
+        theirs = failure is not None and self.engine.rank and self.watch.peers.failed_alike(0, failure)
         if theirs and isinstance(error, (UserError, LeftEarly)):
             error.everywhere = True  # rank 0 prints it
-        self.monitor.make_leaving().start()
+        self.watch.make_leaving().start()
 
     def heartbeat(self) -> None:
         """Report progress of this rank within a step or a phase, or after training: its time limit restarts."""
         self._activity.heartbeat()
-        leaving.heartbeat()
+        limits.heartbeat()
 
     def is_asked_anywhere(self) -> bool:
         """Return, on all ranks, whether any rank knows of a stop request: they learn of it at slightly different times. A
@@ -94,9 +99,9 @@ class Stopping:
             self.begin(step)
         if due or self._activity.asked:
             self._hear_signals()
-            self._activity.asked = self.monitor.off is not None and self.engine.size > 1
+            self._activity.asked = self.watch.off is not None and self.engine.size > 1
             self._appoint(step, due)
-            stops = self.monitor.stop.step is not None and step >= self.monitor.stop.step
+            stops = self.watch.stop.step is not None and step >= self.watch.stop.step
             saves = self._is_time_to_save(step) or saves
         if stops:
             return Decision.STOP
@@ -109,8 +114,8 @@ class Stopping:
 
         Without connections, all ranks decide, at this step.
         """
-        stops, decides = self.monitor.stop_reason is not None, self.engine.rank == 0
-        if self.monitor.off and self.monitor.stop.step is None:
+        stops, decides = self.watch.stop_reason is not None, self.engine.rank == 0
+        if self.watch.off and self.watch.stop.step is None:
             asked = torch.tensor([float(stops), float(due and decides)])
             stops, due = (amount > 0 for amount in self.engine.sum(asked, "guard.stop").tolist())
             self._make_appointments(step, stops, due, ahead=0)
@@ -119,7 +124,7 @@ class Stopping:
 
     def _make_appointments(self, step: int, stops: bool, due: bool, ahead: int) -> None:
         """ahead: rank 0 makes appointments early, so that ranks rarely have to wait."""
-        stop, save = self.monitor.stop, self.monitor.save
+        stop, save = self.watch.stop, self.watch.save
         if ahead and save.step is not None and save.step <= step + self.stride:
             save.wait()
         elif due and save.step is None:
@@ -130,18 +135,18 @@ class Stopping:
 
     def _is_time_to_save(self, step: int) -> bool:
         """Return whether the appointed step is reached. If there is one left, all ask again after the next step."""
-        monitor, save = self.monitor, self.monitor.save
+        watch, save = self.watch, self.watch.save
         reached = save.step is not None and step >= save.step
         if reached:
             save.step = None
-        if monitor.stop_reason or monitor.stop.step is not None or save.step is not None:
+        if watch.stop_reason or watch.stop.step is not None or save.step is not None:
             self._activity.asked = True  # until it is done
         return reached
 
     def _hear_signals(self) -> None:
         """Hear stop signals again that the program has reset, and say which it handles itself now."""
         names = {number.name for number in STOP_SIGNALS}
-        if handled := [name for name in self.monitor.signals.regain() if name in names]:
+        if handled := [name for name in self.watch.signals.regain() if name in names]:
             remedy = "leave them to hvdtrain, or send another one, such as SIGUSR1"
             self.output.say(
                 f"warning: the program handles {', '.join(handled)} itself, so it does not save and stop: {remedy}"
@@ -156,10 +161,39 @@ class Stopping:
         """
         saved = f"saved after step {state.step}: run the same command to resume"
         saved = unsaved or (saved if writes else "nothing saved: no --output-dir")
-        self.output.event("stop", reason=self.monitor.stop_reason, step=state.step, samples=state.samples)
-        self.output.say(f"stopped by {self.monitor.stop_reason or 'another rank'}; {saved}")
+        self.output.event("stop", reason=self.watch.stop_reason, step=state.step, samples=state.samples)
+        self.output.say(f"stopped by {self.watch.stop_reason or 'another rank'}; {saved}")
         if unsaved:
             raise Failure(unsaved)
         if announced().launcher == "torchrun":  # torchrun raises a SignalException after a signal
             self.output.say("the traceback that may follow is torchrun's own, and so is its exit code 1")
         return STOPPED
+
+
+@contextlib.contextmanager
+def early_ends_refused(engine: Engine, place: Callable[[], str]) -> Iterator[None]:
+    """Context manager around the program's part of the training block, in which whatever would end it early, in silence or
+    with another rank blamed, is said in one line. place: called for where in the training it is."""
+    with contextlib.ExitStack() as stack:
+        for module, name in engine.ending_calls():
+            whole = getattr(module, name)
+            stack.callback(setattr, module, name, whole)
+            setattr(module, name, _refusal(name, whole))
+        try:
+            yield
+        except SystemExit as left:
+            if not (left.code is None or (isinstance(left.code, int) and left.code & 0xFF == 0)):  # 256 ends with 0
+                raise
+            remedy = "end the loops by `break`, or call sys.exit() after the block of training.start()"
+            message = f"sys.exit() {place()}, without a result: {remedy}"
+            raise LeftEarly(message, everywhere=False) from None
+
+
+def _refusal(name: str, whole: Callable[..., object]) -> Callable[..., object]:
+    def refuse(*arguments: object, **named: object) -> object:
+        if arguments or named:  # destroy_process_group(group) of the program's own group: allowed
+            return whole(*arguments, **named)
+        remedy = "leave it out: hvdtrain does so at the end"
+        raise UserError(f"{name}() during training, which the other ranks continue: {remedy}")
+
+    return refuse

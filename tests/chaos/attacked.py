@@ -31,7 +31,7 @@ from hvdtrain.checkpoint import checkpoint, checkpoints, contents, writer
 from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
-from hvdtrain.guards import peers
+from hvdtrain.guards import connection
 from hvdtrain.inputs import loading
 from hvdtrain.launching import exit_codes, processes
 from hvdtrain.loop import evaluation
@@ -183,7 +183,7 @@ def replace(self: Path, target: Path) -> Path:
 
 
 def scaled(images: torch.Tensor) -> torch.Tensor:
-    wrong = come_to("load") or (ATTACK.get("lasts") and ATTACK["rank"] == RANK and reached >= ATTACK["count"])
+    wrong = come_to("load")
     return real_scaled(images) * (float("nan") if wrong and ATTACK["kind"] == "nan" else 1.0)
 
 
@@ -224,7 +224,7 @@ def logged(self: loading.Plan, number: int):
         yield step
 
 
-real_listen = peers.listen
+real_listen = connection.listen
 
 
 def listen(hosts: list[str]):
@@ -236,7 +236,7 @@ def listen(hosts: list[str]):
     return listeners, where
 
 
-peers.listen = listen
+connection.listen = listen
 os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
 checkpoints.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))

@@ -64,7 +64,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(engine, live_on, shared_
 
     def ask(run, step, net):
         if step.number == 4 and engine.rank == 0:
-            run.stopping.monitor.request_stop("the test")
+            run.stopping.watch.request_stop("the test")
 
     argv = (*LOCAL, "--sync-within", "host")
     whole = train(engine, *argv)

@@ -138,8 +138,8 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits(engine, stop, s
 
     def ask(run, step, net):
         if step.number == stop and engine.rank == engine.size - 1:
-            run.stopping.monitor.request_stop("the test")
-            while not run.stopping.monitor.stop_reason:  # rank 0 tells all
+            run.stopping.watch.request_stop("the test")
+            while not run.stopping.watch.stop_reason:  # rank 0 tells all
                 time.sleep(0.01)
 
     def end(run, net, optimizer):

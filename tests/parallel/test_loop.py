@@ -234,7 +234,7 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
         raise OSError("no listener")
 
     if not connected:
-        monkeypatch.setattr("hvdtrain.guards.peers.listen", refuse)
+        monkeypatch.setattr("hvdtrain.guards.connection.listen", refuse)
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 
@@ -352,7 +352,7 @@ def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, 
                     step.update()
                     average.update_parameters(net)
                     if step.number == stop:
-                        run.stopping.monitor.request_stop("the test")
+                        run.stopping.watch.request_stop("the test")
                 with run.evaluating(N) as mine:
                     run.record(loss=F.mse_loss(average(X[mine]), Y[mine], reduction="sum"))
             run.export(f"{shared_directory}/{name}.pt", average)
@@ -403,8 +403,8 @@ def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:
         def evaluate() -> None:
             with run.evaluating(N) as mine:
                 if len(losses) == stop and engine.rank == engine.size - 1:
-                    run.stopping.monitor.request_stop("the test")
-                    while not run.stopping.monitor.stop_reason:  # rank 0 tells all
+                    run.stopping.watch.request_stop("the test")
+                    while not run.stopping.watch.stop_reason:  # rank 0 tells all
                         time.sleep(0.01)
                 for name, judged in (("loss", net), ("averaged", average)):
                     run.record(**{name: F.mse_loss(judged(X[mine]), Y[mine], reduction="sum")})

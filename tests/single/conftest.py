@@ -1,4 +1,4 @@
-"""What a test trains in this process ends with the test: its time limit for the end (guards/leaving.py), and its core."""
+"""What a test trains in this process ends with the test: its time limit for the end (guards/limits.py), and its core."""
 
 import contextlib
 import os
@@ -18,8 +18,8 @@ def this_process_works_on():
         for thread in processes.threads():
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(thread, cores)
-    if leaving := sys.modules.get("hvdtrain.guards.leaving"):
-        leaving.stop()
+    if limits := sys.modules.get("hvdtrain.guards.limits"):
+        limits.stop()
 
 
 @pytest.fixture(autouse=True)

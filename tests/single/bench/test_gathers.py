@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hvdtrain import training
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.guards.channel import say_hello
+from hvdtrain.guards.connection import say_hello
 
 RANKS_PER_HOST = 8
 HOST = b"node-0000"  # of rank 0; all have as many letters, so that one rank's bytes are as long as another's
@@ -67,7 +67,7 @@ def started(ranks: int, monkeypatch) -> RankZero:
     kind = type("RankZeroOfMany", (RankZero,), {"ranks": ranks})
     monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda *_: kind)
     monkeypatch.setattr(socket, "gethostname", HOST.decode)
-    monkeypatch.setattr("hvdtrain.guards.channel.own_address_towards", lambda *_: "127.0.0.1")
+    monkeypatch.setattr("hvdtrain.guards.connection.own_address_towards", lambda *_: "127.0.0.1")
     net = nn.Linear(10, 10)
     with training.start(training.parser("gathers", None).parse(["--engine", "serial", "--no-progress"])) as run:
         run.prepare(net, torch.optim.Adam(net.parameters()))

@@ -22,7 +22,7 @@ from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
-from hvdtrain.guards import leaving
+from hvdtrain.guards import limits
 from hvdtrain.guards.activity import Activity
 from hvdtrain.inputs.sharding import seed_generators
 
@@ -358,8 +358,8 @@ def test_no_time_limit_of_ddp_or_of_nccl_ends_a_job(settings, monkeypatch):
 
 def test_the_engines_shutdown_has_a_time_limit_whatever_it_does(monkeypatch):
     """hvd.shutdown may spin for ever, where a GPU waits for a rank that has ended."""
-    watch = leaving.Leaving("rank 0", 1000.0)
-    monkeypatch.setattr(leaving, "_current", watch)
+    watch = limits.Leaving("rank 0", 1000.0)
+    monkeypatch.setattr(limits, "_current", watch)
     seen: list[bool] = []
 
     class Ends(SerialEngine):

@@ -8,10 +8,9 @@ import pytest
 
 from hvdtrain.guards import detector
 from hvdtrain.guards.activity import UNREAD, Activity
-from hvdtrain.guards.detector import COMPARE_SECONDS, Detector
-from hvdtrain.guards.peers import Peer, Peers
-from hvdtrain.guards.settings import Settings
-from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.guards.connection import Peer, Peers
+from hvdtrain.guards.detector import FIRST_ASKED, Detector
+from hvdtrain.guards.judge import HangTimeouts
 
 
 class Known(Peers):
@@ -42,7 +41,7 @@ class Job:
         self.phases = contextlib.ExitStack()
         self.activities = [Activity() for _ in range(size)]
         self.detectors = [
-            Detector(Known(rank, size, stopped), activity, Settings(timeouts, guest=guest))
+            Detector(Known(rank, size, stopped), activity, timeouts, 3.0, guest)
             for rank, activity in enumerate(self.activities)
         ]
         for each in self.detectors:
@@ -167,7 +166,7 @@ def test_ranks_in_different_collectives_are_told_before_any_limit(late):
     assert rank == 0
     assert headline.startswith("ranks wait in different collectives (rank 0 in evaluate.names at ")
     assert headline.endswith(f"all must call the same ones; no step for {at - 1:.0f} s after step 1")
-    assert at - 1 <= 2 * max(late, COMPARE_SECONDS) + 2 < 30
+    assert at - 1 <= 2 * max(late, FIRST_ASKED) + 2 < 30
 
 
 def test_a_collective_that_takes_long_is_no_difference():
@@ -260,12 +259,12 @@ def test_a_rank_whose_output_nobody_reads_has_time_and_says_so(monkeypatch):
     assert not detector.output_is_read([writer])
     monkeypatch.setattr(detector, "output_is_read", lambda: True)
     job = Job(1)
-    assert job.detectors[0].report().report.limit == 30.0
+    assert job.detectors[0].report().limit == 30.0
     monkeypatch.setattr(detector, "output_is_read", lambda: False)
-    report = job.detectors[0].report().report
+    report = job.detectors[0].report()
     assert report.limit == HangTimeouts(30.0).phase(UNREAD, 0.0) == 600.0
     assert report.at.endswith(" (its output is not read: a paused pager, or Ctrl-S)")
     job.wait([0])
-    assert job.detectors[0].report().report.limit == 30.0
+    assert job.detectors[0].report().limit == 30.0
     os.close(reader)
     os.close(writer)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hvdtrain.guards import work
+from hvdtrain.guards import evidence
 from hvdtrain.launching.processes import Stat, Turns, turns
 
 
@@ -37,11 +37,11 @@ def test_a_thread_that_runs_is_seen_to_run():
 )
 def test_who_is_ready_and_gets_few_turns_is_starved(monkeypatch, state, ran, slices, starved):
     now, threads = [100.0], {7: Turns(1.0, 0.0, 10 if slices is not None else 0)}
-    monkeypatch.setattr(work.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(work.processes, "threads", lambda: [7, 8, threading.get_native_id()])
-    monkeypatch.setattr(work.processes, "turns", threads.get)
-    monkeypatch.setattr(work.processes, "stat", lambda which: Stat(state, 1, 0.0, 0))
-    mine = work.Starvation()
+    monkeypatch.setattr(evidence.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(evidence.processes, "threads", lambda: [7, 8, threading.get_native_id()])
+    monkeypatch.setattr(evidence.processes, "turns", threads.get)
+    monkeypatch.setattr(evidence.processes, "stat", lambda which: Stat(state, 1, 0.0, 0))
+    mine = evidence.Starvation()
     assert mine.seconds() == 0.0
     now[0] += 2.0
     threads[7] = Turns(1.0 + ran, 0.0, 10 + slices if slices is not None else 0)
@@ -51,7 +51,7 @@ def test_who_is_ready_and_gets_few_turns_is_starved(monkeypatch, state, ran, sli
 
 
 def test_a_kernel_that_does_not_count_turns_tells_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(work.processes, "PROC", tmp_path)
+    monkeypatch.setattr(evidence.processes, "PROC", tmp_path)
     for number, counts in ((1, "0 0"), (2, ""), (3, None), (4, "5000000000 1000000000 7")):
         (tmp_path / "self/task" / str(number)).mkdir(parents=True)
         if counts is not None:

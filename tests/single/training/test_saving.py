@@ -9,7 +9,7 @@ import torch
 from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint, contents, reading
 from hvdtrain.features import replicas
-from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.guards.judge import HangTimeouts
 from tests.single.training.small import X, flags_for, network, train
 
 

@@ -1,14 +1,65 @@
-"""Tells a process that is at work, or has no core to work on, from one that hangs."""
+"""What this process is doing: where its main thread is, whether it works, and whether it has a core to work on."""
 
 import os
+import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from hvdtrain.launching import processes
 
+STACK_FRAMES = 6  # printed
+PACKAGE = str(Path(__file__).resolve().parents[1])
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+WRAPPERS = (
+    *("contextlib.py", "hvdtrain/tuned.py", "hvdtrain/starter.py"),
+    *("launching/run_script.py", "guards/activity.py"),
+)
 LEAST_SHARE = 0.05  # of a core; a loop that only polls uses less
 MOST_TURNS = 20.0  # time slices per second: a thread that gets more is not starved
+
+Stack = list[traceback.FrameSummary]
+
+
+def stack_of(thread: int | None) -> Stack:
+    """Return the stack of a thread, outermost frame first; empty while it runs no Python."""
+    frame = sys._current_frames().get(thread or 0)
+    return traceback.extract_stack(frame) if frame else []  # without a frame: the caller's own
+
+
+def main_stack() -> Stack:
+    """Return the stack of the main thread, whose progress counts."""
+    return stack_of(threading.main_thread().ident)
+
+
+def programs(stack: Stack) -> Stack:
+    """Return the frames of the program: not those of libraries, nor of hvdtrain, except of its commands."""
+    return [
+        frame
+        for frame in stack
+        if str(Path(frame.filename).parent) == PACKAGE or not frame.filename.startswith((PACKAGE, *LIBRARIES))
+        if not frame.filename.startswith("<frozen") and not frame.filename.endswith(WRAPPERS)
+    ]
+
+
+def where(stack: Stack) -> str:
+    """Return the program's innermost line as FILE:LINE, FUNCTION; without one, the innermost of hvdtrain, or of all."""
+    ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
+    for frames in (programs(stack), ours, stack):
+        if frames:
+            return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name}"
+    return "nowhere"
+
+
+def shown(stack: Stack, guest: bool = False) -> str:
+    """Return the innermost frames as text, and the program's if it is further out. guest: without those of hvdtrain."""
+    hidden = (PACKAGE, "<frozen") if guest else ("<frozen runpy",)
+    frames = [f for f in stack if not f.filename.endswith(WRAPPERS) and not f.filename.startswith(hidden)]
+    inner = frames[-STACK_FRAMES:]
+    return "".join(traceback.format_list([frame for frame in programs(frames)[-1:] if frame not in inner] + inner))
 
 
 class Work:

@@ -1,23 +1,89 @@
-"""A time limit for a rank's end, after training: the lines after the block, threads that are no daemons, exit handlers.
+"""Time limits of a rank's start, before the ranks are connected, and of its end, after training.
 
-Other ranks may have ended by then, so each rank watches itself. A program may work on as long as it likes: only time without
-work counts (work.py). Exit handlers and the engine's shutdown have the same limit, whatever they do: a rank that fails while
-its GPU waits for another one may spin in the shutdown for ever. `run.heartbeat()` begins it anew.
+At the start, ranks cannot exchange messages yet; at the end, others may have ended. So each rank watches itself, and says
+where it is.
+
+At its end, a program may work on as long as it likes: only time without work counts (evidence.py). Exit handlers and the
+engine's shutdown have the same limit, whatever they do: a rank that fails while its GPU waits for another one may spin in
+the shutdown for ever. `run.heartbeat()` begins it anew.
 """
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
-from hvdtrain.guards.stacks import main_stack, stack_of, where, worth_printing
-from hvdtrain.guards.work import Work
+from hvdtrain.guards.evidence import PACKAGE, Work, main_stack, shown, stack_of, where
+from hvdtrain.guards.judge import HangTimeouts
 
+SAY_SECONDS = 60.0  # of start-up; after this time, each rank prints what it is waiting for
 LOOK_SECONDS = 1.0  # between two checks
+RANK_ZERO_FIRST = 2.0  # seconds; the launcher ends the job at the first exit, so let rank 0 print first
+
+
+# ---------------------------------------------------------------------------------------------- the start
+
+
+class Starting:
+    """The state of start-up. engine: set once it is running."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.thread = threading.current_thread().ident or 0
+
+    def where(self) -> str:
+        """Return what the starting thread is doing, as text."""
+        stack = stack_of(self.thread)
+        ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)] or stack
+        at = f"at {Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
+        if self.engine is None:
+            return f"waits for the other ranks to start the engine, {at}"
+        collective = self.engine.activity.collective
+        return f"waits for the other ranks in {collective}" if collective else f"is {at}"
+
+
+@contextlib.contextmanager
+def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exit) -> Iterator[Starting]:
+    """Context manager that ends this process if the block exceeds the time limit of start-up. Prints a warning before.
+
+    Time for which the process was suspended does not count.
+    """
+    stop()  # of a training before this one
+    starting, over = Starting(), threading.Event()
+    limit = timeouts.start_up()
+
+    def count() -> None:
+        try:
+            rank = announced().rank
+        except UserError:  # the main thread will raise the same
+            rank = 0
+        me, seconds, said = f"rank {rank} on {socket.gethostname()}", 0.0, False
+        while not over.wait(LOOK_SECONDS):
+            seconds += LOOK_SECONDS
+            if seconds >= limit + RANK_ZERO_FIRST * (rank > 0):
+                say_within(f"hvdtrain: error: {me} {starting.where()}; start-up did not finish within {limit:.0f} s\n")
+                leave(1)
+                return
+            if seconds >= SAY_SECONDS and not said:
+                said = True
+                say_within(f"warning: {me} {starting.where()}, for {seconds:.0f} s\n")
+
+    threading.Thread(target=count, name="start-up", daemon=True).start()
+    try:
+        yield starting
+    finally:
+        over.set()
+
+
+# ---------------------------------------------------------------------------------------------- the end
 
 
 class Leaving:
@@ -39,7 +105,7 @@ class Leaving:
         self.disconnects = False  # it is in the engine's shutdown
         self.suspended = False  # it waits until other ranks are at their end, too
         self._work = Work()
-        self._over = threading.Event()
+        self.over = threading.Event()
 
     def start(self) -> None:
         """Watch this process from now on, in a thread."""
@@ -51,10 +117,6 @@ class Leaving:
             return
         with contextlib.suppress(RuntimeError):  # this user may have no more threads
             threading.Thread(target=self._run, name="leaving", daemon=True).start()
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._over.set()
 
     def heartbeat(self) -> None:
         """Report progress: the time limit restarts."""
@@ -71,7 +133,7 @@ class Leaving:
 
     def _run(self) -> None:
         before = time.monotonic()
-        while not self._over.wait(LOOK_SECONDS):
+        while not self.over.wait(LOOK_SECONDS):
             now = time.monotonic()
             elapsed, before = min(now - before, 2 * LOOK_SECONDS), now  # not the time for which it was suspended
             self.look(elapsed)
@@ -84,10 +146,8 @@ class Leaving:
         elif threads := others():
             stack = stack_of(threads[0].ident)
             does = f"waits for its thread {threads[0].name}, which is no daemon, at {where(stack)}"
-        message = (
-            f"hvdtrain: error: {self.name} does not end after training: it {does}, for {self.limit:.0f} s without work"
-        )
-        say_within("".join([message + "\n", *traceback.format_list(worth_printing(stack, self.guest))]))
+        message = f"{self.name} does not end after training: it {does}, for {self.limit:.0f} s without work"
+        say_within(f"hvdtrain: error: {message}\n{shown(stack, self.guest)}")
         within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
         self.leave(1)
 
@@ -129,5 +189,5 @@ def stop() -> None:
     """Watch this process no longer: another training begins in it."""
     global _current
     if _current is not None:
-        _current.stop()
+        _current.over.set()
     _current = None

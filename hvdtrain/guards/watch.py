@@ -1,4 +1,4 @@
-"""The monitor of a rank: a thread that runs while the main thread waits inside Horovod, MPI or Gloo, which release the GIL.
+"""The watch of a rank: a thread that runs while the main thread waits inside Horovod, MPI or Gloo, which release the GIL.
 
 It calls neither an engine nor torch. Ranks train in lockstep: if one hangs, all make no progress. Therefore no messages are
 sent in normal operation. Once a second, the thread looks at
@@ -18,20 +18,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.launchers import OPEN_MPI, announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
-from hvdtrain.guards import flight, leaving
+from hvdtrain.guards import flight, limits
 from hvdtrain.guards.activity import STEP, Activity
-from hvdtrain.guards.channel import Channel
+from hvdtrain.guards.connection import Channel, Fail, Gone, Peers, connect_all
 from hvdtrain.guards.detector import Detector
-from hvdtrain.guards.leaving import Leaving
-from hvdtrain.guards.messages import Appoint, Ask, Bye, End, Fail, Know, Message, Stand, Stop
-from hvdtrain.guards.peers import Peers, connect_all
-from hvdtrain.guards.settings import Settings
-from hvdtrain.guards.stacks import main_stack, worth_printing
-from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.guards.evidence import main_stack, shown
+from hvdtrain.guards.judge import HangTimeouts, Report
+from hvdtrain.guards.limits import Leaving
 from hvdtrain.launching import processes
 from hvdtrain.launching.exit_codes import FAILED, STOPPED
 from hvdtrain.launching.signal_socket import SignalSocket
@@ -40,8 +38,8 @@ from hvdtrain.launching.signal_socket import SignalSocket
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
 # Open MPI's mpirun kills a job with SIGCONT, SIGTERM and SIGKILL, a second apart (orte/mca/odls/base in its source).
 KILL_SECONDS = 5.0  # from SIGCONT to SIGTERM, at most, where cores are busy
-_ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
+_ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 
 
 def remember_ignored() -> None:
@@ -49,11 +47,28 @@ def remember_ignored() -> None:
     _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
 
 
+class Settings(NamedTuple):
+    """How a watch behaves, and whom it tells. failed, stopped: called on rank 0, in its thread, with the reason, before all
+    ranks end. guest: the program does not use hvdtrain: its signals and launchers are not watched, and our frames not
+    printed. leave: exits the process."""
+
+    timeouts: HangTimeouts
+    failed: Callable[[str], None] = lambda headline: None
+    stopped: Callable[[str], None] = lambda reason: None
+    guest: bool = False
+    leave: Callable[[int], None] = os._exit
+    # In seconds:
+    look: float = 1.0  # between two looks at the main thread
+    reply: float = 3.0  # for a rank to send its report
+    grace: float = 3.0  # for launcher and engine to end a job with a dead rank themselves
+    begin: float = 3.0  # for the main thread to stop before the first step is finished, when there is nothing to save
+
+
 class Appointment:
     """The next step after which all ranks do `what`, if there is one: `step`, which whoever has done it resets to None."""
 
-    def __init__(self, what: str, monitor: "Monitor"):
-        self.what, self._monitor = what, monitor
+    def __init__(self, what: str, watch: "Watch"):
+        self.what, self._watch = what, watch
         self.step: int | None = None
         self._ignorant: set[int] = set()  # ranks that have not confirmed yet
         self._agreed = threading.Event()
@@ -63,17 +78,16 @@ class Appointment:
 
         No rank can finish a step without rank 0, so no rank can miss it.
         """
-        monitor = self._monitor
         self._agreed.clear()
-        self._ignorant = set(monitor.peers.channels)
+        self._ignorant = set(self._watch.peers.channels)
         self.step = step
-        monitor.peers.send_all(Appoint(self.what, step, monitor.stop_reason))
-        self.confirm(monitor.rank)
+        self._watch.peers.send_all("appoint", self.what, step, self._watch.stop_reason)
+        self.confirm(self._watch.rank)
 
     def wait(self) -> None:
-        """On rank 0: wait until all ranks know of it. If one does not answer, the monitor ends the job."""
+        """On rank 0: wait until all ranks know of it. If one does not answer, the watch ends the job."""
         if not self._agreed.is_set():
-            with self._monitor.activity.waiting(f"the other ranks to agree on the step to {self.what} at"):
+            with self._watch.activity.waiting(f"the other ranks to agree on the step to {self.what} at"):
                 self._agreed.wait()
 
     def confirm(self, rank: int) -> None:
@@ -83,32 +97,29 @@ class Appointment:
             self._agreed.set()
 
 
-class Monitor:
-    """The monitor of a rank. Call `start` once, and `close` at the end. For the main thread: `stop_reason`, `stop`, `save`.
+class Watch:
+    """The watch of a rank. Call `start` once, and `close` at the end. For the main thread: `stop_reason`, `stop`, `save`.
 
     peers: all ranks. off: why they are not connected.
     """
 
     def __init__(self, peers: Peers, off: str | None, activity: Activity, settings: Settings):
-        self.rank, self.peers, self.off, self.activity = peers.me, peers, off, activity
-        self.settings, self.timing = settings, settings.timing
+        self.rank, self.peers, self.off, self.activity, self.settings = peers.me, peers, off, activity, settings
         self.stop_reason: str | None = None  # what requested the stop
         self.recordings: Path | None = None  # where a rank that is ended writes the last collectives of its GPU
-        self.stop = Appointment("stop", self)
-        self.save = Appointment("save", self)
+        self.stop, self.save = Appointment("stop", self), Appointment("save", self)
         self.leaving: Leaving | None = None  # once all other ranks have left
         self.signals = SignalSocket()
         self.launchers: list[processes.Process] = []  # launchers of this rank; if one ends, the job stops
-        self.detector = Detector(peers, activity, settings)
+        self.detector = Detector(peers, activity, settings.timeouts, settings.reply, settings.guest)
         self._looked_at = time.monotonic()
         self._stop_known_at = 0.0
         self._continued_at = float("-inf")  # the last SIGCONT
         self._killed = False  # SIGTERM has followed
-        self._interrupts = 0
-        self._errors = 0
+        self._interrupts = self._errors = 0
         self._closing = False
         self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
         """Start the thread. From then on, stop signals are requests."""
@@ -136,15 +147,16 @@ class Monitor:
         """Disconnect from the others, with what went wrong here if this rank leaves them alone."""
         if self._closing:
             return
+        last_words = ("bye",) if failure is None else ("fail", *failure)
         if failure is not None:
             if failure.mistake:  # the others may have made the same: say it once
-                self.peers.send_all(failure)
+                self.peers.send_all(*last_words)
             if self.peers.channels:
                 time.sleep(0.2)  # another rank that has just died may be the cause
             for rank in [rank for rank in self.peers.gone if not self.peers.failed_alike(rank, failure)]:
                 say_within(f"hvdtrain: error: {self.peers.name(rank)} {self.peers.fate(rank)}\n")
         self._closing = True
-        self.peers.send_all(failure or Bye())
+        self.peers.send_all(*last_words)
         self.signals.wake()
         self._thread.join()
         self._select(0)
@@ -159,7 +171,7 @@ class Monitor:
         while not self._closing:
             ready: list[tuple[selectors.SelectorKey, int]] = []
             with self._lives_on():
-                ready = self._select(self.timing.look)
+                ready = self._select(self.settings.look)
             for key, _ in ready:
                 with self._lives_on():
                     if key.data is None:
@@ -193,6 +205,30 @@ class Monitor:
                 say_within(message + traceback.format_exc())
             time.sleep(0.1)
 
+    def _look(self) -> None:
+        now = time.monotonic()
+        # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
+        elapsed, self._looked_at = min(now - self._looked_at, 2 * self.settings.look), now
+        for rank, gone in list(self.peers.gone.items()):
+            if now - gone.since > self.settings.grace + (rank == 0):
+                self._end(f"{self.peers.name(rank)} {self.peers.fate(rank)}")
+        self.activity.hear_of_compilations()
+        if self.signals.lost():
+            self.activity.asked = True  # the main thread can install handlers
+        self._miss_launcher()
+        self._leave_before_the_first_step(now)
+        seen = self.detector.look(now, elapsed, connected=bool(self.peers.channels))
+        if seen.ask:
+            self.peers.send_all("ask")
+        if seen.end is not None:
+            self._end(seen.end)
+        if self.leaving is not None and seen.moved:
+            self.leaving.heartbeat()
+        elif self.leaving is not None:
+            self.leaving.look(elapsed)
+
+    # ---- stops
+
     def _hear_signals(self) -> None:
         now = time.monotonic()
         for heard in self.signals.received():
@@ -210,81 +246,84 @@ class Monitor:
                 self.settings.leave(128 + number)
             self.request_stop(f"{number.name} on rank {self.rank} ({self.peers.all[self.rank].host})")
 
-    def _appointment(self, what: str) -> Appointment:
-        return self.stop if what == "stop" else self.save
+    def _miss_launcher(self) -> None:
+        """Request a stop if one of the launchers of this rank has ended."""
+        if ended := next((process for process in self.launchers if not processes.lives(process)), None):
+            self.launchers = []
+            me = f"rank {self.rank} ({self.peers.all[self.rank].host})"
+            self.request_stop(f"the end of {ended.name} (pid {ended.pid}), which started {me}")
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop; rank 0 decides when."""
         if self.rank == 0 or self.off is not None:
             self._learn_stop(reason)
         elif 0 in self.peers.channels:
-            self.peers.channels[0].send(Stop(reason))
+            self.peers.channels[0].send("stop", reason)
 
     def _learn_stop(self, reason: str) -> None:
         if self.stop_reason is None:
             self.stop_reason, self._stop_known_at = reason, time.monotonic()
             self.activity.asked = True
             if self.rank == 0:
-                self.peers.send_all(Stop(reason))
+                self.peers.send_all("stop", reason)
+
+    def _leave_before_the_first_step(self, now: float) -> None:
+        """On rank 0: end the job after a stop request if the main thread is still in start-up or in the first step."""
+        if self.rank != 0 or self.stop_reason is None or self.activity.finished or self.stop.step is not None:
+            return
+        if self._closing or now - self._stop_known_at < self.settings.begin:
+            return
+        reason = self.stop_reason
+        self.peers.send_all("end", STOPPED)
+        within(WRITE_SECONDS, lambda: self.settings.stopped(reason))
+        time.sleep(self.settings.look / 2)
+        self.settings.leave(STOPPED)
+
+    # ---- messages
 
     def _receive(self, rank: int, channel: Channel) -> None:
         before = channel.odd
         messages = channel.receive()
         if channel.odd is not before:
             me, other = self.peers.name(self.rank), self.peers.name(rank)
-            say_within(f"warning: the watchdog of {me} ignores what {other} sent: {channel.odd}\n")
+            say_within(f"warning: the watchdog of {me} ignores what {other} sent: {channel.odd!r}\n")
         for message in messages or []:
             self._handle(message, rank, channel)
-        if messages is None or any(isinstance(message, Bye) for message in messages):
+        if messages is None or ["bye"] in messages:
             self._selector.unregister(channel.socket)
-            self.peers.disconnect(rank, channel.error)
+            self.peers.channels.pop(rank, None)
+            self.peers.gone.setdefault(rank, Gone(time.monotonic(), None, str(channel.error or "")))
             if self.peers.all_have_left():
                 self.leaving = self.make_leaving()
 
-    def _handle(self, message: Message, rank: int, channel: Channel) -> None:
+    def _handle(self, message: list[Any], rank: int, channel: Channel) -> None:
         match message:
-            case Ask():
-                channel.send(self.detector.report())
-            case Stand():
-                self.detector.reports[rank] = message
-            case Stop(reason):
+            case ["ask"]:
+                channel.send("stand", self.detector.report())
+            case ["stand", fields]:
+                self.detector.reports[rank] = Report(*fields)
+            case ["stop", reason]:
                 self._learn_stop(reason)
-            case Appoint(what, step, reason):
+            case ["appoint", "stop" | "save" as what, step, reason]:
                 self.stop_reason = self.stop_reason or reason
-                self._appointment(what).step = step
+                (self.stop if what == "stop" else self.save).step = step
                 self.activity.asked = True
-                channel.send(Know(what))
-            case Know(what):
-                self._appointment(what).confirm(rank)
-            case Fail() | Bye():
-                self.peers.hear_last_words(rank, message)
-            case End(exit_code):
+                channel.send("know", what)
+            case ["know", "stop" | "save" as what]:
+                (self.stop if what == "stop" else self.save).confirm(rank)
+            case ["fail", str() as error, mistake]:
+                self.peers.gone[rank] = Gone(time.monotonic(), Fail(error, mistake))
+            case ["bye"]:
+                self.peers.gone[rank] = Gone(float("inf"))
+            case ["end", int() as exit_code]:
                 if exit_code == FAILED:
-                    self._write_recording()
-                time.sleep(self.timing.look)  # a launcher may end the job at the first exit: let rank 0 print first
+                    self._show_state()
+                time.sleep(self.settings.look)  # a launcher may end the job at the first exit: let rank 0 print first
                 self.settings.leave(exit_code)
+            case _:
+                raise ValueError(f"no message: {message!r:.80}")
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        # Count only time in which this thread ran: a job that was suspended as a whole is not hung.
-        elapsed, self._looked_at = min(now - self._looked_at, 2 * self.timing.look), now
-        for rank, gone in list(self.peers.gone.items()):
-            if now - gone.since > self.timing.grace + (rank == 0):
-                self._end(f"{self.peers.name(rank)} {self.peers.fate(rank)}")
-        self.activity.hear_of_compilations()
-        if self.signals.lost():
-            self.activity.asked = True  # the main thread can install handlers
-        self._miss_launcher()
-        self._leave_before_the_first_step(now)
-        seen = self.detector.look(now, elapsed, connected=bool(self.peers.channels))
-        if seen.ask:
-            self.peers.send_all(Ask())
-        if seen.end is not None:
-            self._end(seen.end)
-        if self.leaving is not None and seen.moved:
-            self.leaving.heartbeat()
-        elif self.leaving is not None:
-            self.leaving.look(elapsed)
+    # ---- ends
 
     def make_leaving(self) -> Leaving:
         """Return the limit of this rank's own end, for when no other rank waits for it."""
@@ -292,52 +331,29 @@ class Monitor:
         limit = settings.timeouts.leaving(self.detector.longest)
         return Leaving(self.peers.name(self.rank), limit, settings.leave, settings.guest, self._killed)
 
-    def _miss_launcher(self) -> None:
-        """Request a stop if one of the launchers of this rank has ended."""
-        for process in self.launchers:
-            if not processes.lives(process):
-                self.launchers = []
-                me = f"rank {self.rank} ({self.peers.all[self.rank].host})"
-                self.request_stop(f"the end of {process.name} (pid {process.pid}), which started {me}")
-                return
-
-    def _leave_before_the_first_step(self, now: float) -> None:
-        """On rank 0: end the job after a stop request if the main thread is still in start-up or in the first step."""
-        if self.rank != 0 or self.stop_reason is None or self.activity.finished or self.stop.step is not None:
-            return
-        if self._closing or now - self._stop_known_at < self.timing.leave:
-            return
-        reason = self.stop_reason
-        self.peers.send_all(End(STOPPED))
-        within(WRITE_SECONDS, lambda: self.settings.stopped(reason))
-        time.sleep(self.timing.look / 2)
-        self.settings.leave(STOPPED)
-
     def _end(self, headline: str) -> None:
-        """Print the reason and all stacks, and end this process; on rank 0, also the other ranks."""
+        """Print the reason and where all ranks are, and end this process; on rank 0, also the other ranks."""
         if self._closing:
             return
         lines = [f"hvdtrain: error: {headline}\n"]
-        for rank, (report, stack, _) in sorted(self.detector.reports.items()):
+        for rank, report in sorted(self.detector.reports.items()):
             state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.peers.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
-            lines += stack
-        if not self.detector.reports:
-            stack = traceback.format_list(worth_printing(main_stack(), self.settings.guest))
-            lines += [f"  {self.peers.name(self.rank)}:\n", *stack]
-        last_collectives = {rank: stand.collectives for rank, stand in self.detector.reports.items()}
-        lines.append(flight.explain(last_collectives, self.peers.names()))
-        say_within("".join(lines))
-        self._write_recording()
+        last = {rank: flight.Last(*report.device) for rank, report in self.detector.reports.items()}  # type: ignore[arg-type] # from JSON
+        say_within("".join([*lines, flight.explain(last, self.peers.names())]))
         self._kill_silent()
         if self.rank == 0:
-            self.peers.send_all(End(FAILED))
+            self.peers.send_all("end", FAILED)
             within(WRITE_SECONDS, lambda: self.settings.failed(headline))
-            time.sleep(self.timing.look / 2)
+        self._show_state()
+        if self.rank == 0:
+            time.sleep(self.settings.look / 2)
         self.settings.leave(FAILED)
 
-    def _write_recording(self) -> None:
+    def _show_state(self) -> None:
+        """Print the stack of this rank, and write the last collectives of its GPU."""
+        say_within(f"{self.peers.name(self.rank)}:\n{shown(main_stack(), self.settings.guest)}")
         if (directory := self.recordings) is not None:
             within(WRITE_SECONDS, lambda: flight.write(directory, self.rank))
 
@@ -354,13 +370,13 @@ class Monitor:
                     os.kill(self.peers.all[rank].pid, signal.SIGKILL)
 
 
-def monitor_ranks(
+def watch_ranks(
     engine: Engine, timeouts: HangTimeouts, failed: Callable[[str], None] = lambda headline: None,
     stopped: Callable[[str], None] = lambda reason: None, guest: bool = False,
-) -> Monitor:  # fmt: skip
-    """Connect all ranks and monitor them from now on. A collective. See `Settings`."""
-    leaving.stop()  # of a training before this one
+) -> Watch:  # fmt: skip
+    """Connect all ranks and watch them from now on. A collective. See `Settings`."""
+    limits.stop()  # of a training before this one
     peers, off = connect_all(engine)
-    monitor = Monitor(peers, off, engine.activity, Settings(timeouts, failed, stopped, guest))
-    monitor.start()
-    return monitor
+    watch = Watch(peers, off, engine.activity, Settings(timeouts, failed, stopped, guest))
+    watch.start()
+    return watch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.guards.work import Work
+from hvdtrain.guards.evidence import Work
 from hvdtrain.launching import processes
 
 

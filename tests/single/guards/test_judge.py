@@ -1,18 +1,52 @@
-"""Who hangs: a table of standstills and what is said of each, and hundreds of generated ones."""
-
-import random
+"""Who hangs: a table of standstills and what is said of each, and generated ones."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hvdtrain.guards.diagnosis import (
+from hvdtrain.guards.activity import START, STEP, Phase
+from hvdtrain.guards.judge import (
     MOST_STARVED,
+    PHASE_SECONDS,
     TO_ANNOUNCE,
     TO_WATCH_LONGER,
-    Diagnosis,
+    HangTimeouts,
     Report,
-    diagnose_hang,
+    Verdict,
     different_collectives,
+    judge,
 )
+
+# ---- how long each phase may take
+
+
+@pytest.mark.parametrize(
+    ("asked", "longest", "step"), [(None, 0.0, 30.0), (None, 2.0, 40.0), (5.0, 1.0, 5.0), (5.0, 2.0, 6.0)]
+)
+def test_a_step_and_what_follows_from_it(asked, longest, step):
+    timeouts = HangTimeouts(asked)
+    assert timeouts.step(longest) == timeouts.phase(STEP, longest) == step
+    assert timeouts.phase(Phase("evaluation"), longest) == timeouts.leaving(longest) == 10 * step
+    assert timeouts.phase(Phase("checkpoint", 0.0), longest) == step  # a rank that hangs there has no longer limit
+    assert timeouts.phase(Phase("work of one rank", 3600.0), longest) == 3600.0
+
+
+@pytest.mark.parametrize("name", list(PHASE_SECONDS))
+def test_a_phase_that_is_known_to_be_long_has_ten_minutes_or_ten_steps(name):
+    assert HangTimeouts(5.0).phase(Phase(name), 0.0) == 600.0
+    assert HangTimeouts(100.0).phase(Phase(name), 0.0) == 1000.0
+
+
+def test_start_up_has_its_limit_before_the_ranks_are_connected_too():
+    assert HangTimeouts(5.0).start_up() == HangTimeouts(5.0).phase(START, 0.0) == 600.0
+
+
+def test_no_limit_is_none_anywhere():
+    assert HangTimeouts(0.0).off
+    assert HangTimeouts(0.0).start_up() == HangTimeouts(0.0).leaving(1.0) == float("inf")
+
+
+# ---- who is blamed
 
 LIMITS = {"step": 30.0, "evaluation": 300.0, "first step": 600.0}
 
@@ -64,7 +98,7 @@ SITUATIONS = {
         "rank 2 on h0 does not answer (stopped, spinning outside Python, or cut off); no progress for 31 s in evaluation, "
         "after step 7"),
     "one is silent between epochs, where all come together": ([waiting(**BETWEEN), None], {}, "rank 1 on h0 does not..."),
-    "cores are short": ([waiting(starved=10.0), outside(starved=20.0)], {}, Diagnosis(None, 29.0, 30.0)),
+    "cores are short": ([waiting(starved=10.0), outside(starved=20.0)], {}, Verdict(None, 29.0, 30.0)),
     "cores are short, nearly nine times the limit": ([waiting(299.0, starved=1e6), outside(299.0)], {}, 1.0),
     "cores are short, for longer": ([waiting(300.0, starved=1e6), outside(300.0)], {}, "rank 1 on h0 keeps..."),
     "all wait": ([waiting(), waiting()], {}, "all ranks wait in a collective (loss): look at the network between them;..."),
@@ -103,70 +137,77 @@ SITUATIONS = {
 def test_what_is_said_of_a_standstill(what):
     reports, known, expected = SITUATIONS[what]
     answered = {rank: report for rank, report in enumerate(reports) if report is not None}
-    diagnosis = diagnose_hang(answered, names(len(reports)), **known)
-    if isinstance(expected, Diagnosis):
-        assert diagnosis == expected
+    verdict = judge(answered, names(len(reports)), **known)
+    if isinstance(expected, Verdict):
+        assert verdict == expected
     elif isinstance(expected, float):
-        assert (diagnosis.headline, diagnosis.wait) == (None, expected)
+        assert (verdict.headline, verdict.wait) == (None, expected)
     elif expected.endswith("..."):
-        assert diagnosis.headline.startswith(expected.removesuffix("..."))
+        assert verdict.headline.startswith(expected.removesuffix("..."))
     else:
-        assert diagnosis.headline == expected
+        assert verdict.headline == expected
 
 
-def drawn(chance: random.Random) -> dict[int, Report]:
-    """Return reports as ranks might give them; rank 0 asks, and has waited for a step's limit. Some do not answer."""
-    ranks = chance.choice((1, 2, 3, 8, 64))
-    reports = {}
+SECONDS = st.floats(0, 700)
+
+
+@st.composite
+def standstills(draw) -> tuple[dict[int, Report], int]:
+    """Reports as ranks might give them, and the number of ranks; rank 0 asks, and some others do not answer."""
+    ranks, reports = draw(st.integers(1, 9)), {}
     for rank in range(ranks):
-        phase = chance.choice(list(LIMITS))
-        collective = chance.choice((None, "loss", "loss", "guard.replicas"))
-        stalled = chance.uniform(0, 2) * LIMITS[phase] if rank else 30 + chance.expovariate(1 / 100)
-        starved = chance.choice((0.0, 0.0, 5.0, 1000.0))
-        at = f"f{rank}.py:1, f"
-        reports[rank] = Report(chance.choice((7, 7, 7, 8)), phase, LIMITS[phase], stalled, starved, collective, at)
-        if rank and chance.random() < 0.1:
-            del reports[rank]
-    return reports
+        phase = draw(st.sampled_from(list(LIMITS)))
+        collective = draw(st.sampled_from((None, "loss", "guard.replicas")))
+        starved, step = draw(st.sampled_from((0.0, 0.0, 5.0, 1000.0))), draw(st.sampled_from((7, 7, 8)))
+        if rank == 0 or draw(st.integers(0, 9)):
+            reports[rank] = Report(step, phase, LIMITS[phase], draw(SECONDS), starved, collective, f"f{rank}.py:1, f")
+    return reports, ranks
 
 
-def test_whoever_is_blamed_has_had_its_time_and_nobody_waits_for_ever():
-    for seed in range(300):
-        chance = random.Random(seed)
-        reports = drawn(chance)
-        ranks = max(reports) + 1 + chance.randrange(2)  # the last may be silent, too
-        who = names(ranks)
-        starved = sum(report.starved for report in reports.values())
+@given(standstills())
+def test_whoever_is_blamed_has_had_its_time_and_nobody_waits_for_ever(standstill):
+    reports, ranks = standstill
+    who = names(ranks)
+    starved = sum(report.starved for report in reports.values())
 
-        def overdue(report: Report, starved: float = starved) -> bool:
-            return report.stalled >= report.limit + min(starved, MOST_STARVED * report.limit)
+    def overdue(report: Report) -> bool:
+        return report.stalled >= report.limit + min(starved, MOST_STARVED * report.limit)
 
-        diagnosis = diagnose_hang(reports, who)
-        shuffled = dict(sorted(reports.items(), key=lambda item: chance.random()))
-        assert diagnose_hang(shuffled, who) == diagnosis  # whoever answered first
-        asked = 0
-        while diagnosis.headline is None:
-            assert 0 < diagnosis.wait <= 600 * (1 + MOST_STARVED)
-            # No one had a reason to be blamed yet, and after that time nobody has moved.
-            assert not any(overdue(report) and report.collective is None for report in reports.values())
-            later = {rank: r._replace(stalled=r.stalled + diagnosis.wait + 1e-6) for rank, r in reports.items()}
-            reports, asked = later, asked + 1
-            assert asked <= len(LIMITS) * ranks
-            diagnosis = diagnose_hang(reports, who)
-        # Exactly those who are to blame are named before the first comma or semicolon.
-        blamed = {
-            rank for rank in range(ranks) if who[rank] + " " in diagnosis.headline.split(",")[0].split(";")[0] + " "
-        }
-        silent = set(range(ranks)) - set(reports)
-        if "does not answer" in diagnosis.headline:
-            assert blamed == silent
-            assert overdue(reports[0])
-        elif "keeps the others waiting" in diagnosis.headline:
-            assert blamed
-            assert all(overdue(reports[rank]) and reports[rank].collective is None for rank in blamed)
-        else:
-            assert not silent
-            assert all(overdue(report) and report.collective for report in reports.values())
+    verdict = judge(reports, who)
+    assert judge(dict(reversed(reports.items())), who) == verdict  # whoever answered first
+    asked = 0
+    while verdict.headline is None:
+        assert 0 < verdict.wait <= 600 * (1 + MOST_STARVED)
+        # No one had a reason to be blamed yet, and after that time nobody has moved.
+        assert not any(overdue(report) and report.collective is None for report in reports.values())
+        later = {rank: r._replace(stalled=r.stalled + verdict.wait + 1e-6) for rank, r in reports.items()}
+        reports, asked = later, asked + 1
+        assert asked <= len(LIMITS) * ranks
+        verdict = judge(reports, who)
+    # Exactly those who are to blame are named before the first comma or semicolon.
+    blamed = {rank for rank in range(ranks) if who[rank] + " " in verdict.headline.split(",")[0].split(";")[0] + " "}
+    silent = set(range(ranks)) - set(reports)
+    if "does not answer" in verdict.headline:
+        assert blamed == silent
+        assert overdue(reports[0])
+    elif "keeps the others waiting" in verdict.headline:
+        assert blamed
+        assert all(overdue(reports[rank]) and reports[rank].collective is None for rank in blamed)
+    else:
+        assert not silent
+        assert all(overdue(report) and report.collective for report in reports.values())
+
+
+@given(standstills(), st.data())
+def test_a_rank_that_waits_where_another_waits_is_never_blamed(standstill, data):
+    """Only with all of them: in a collective, at the same step."""
+    reports, ranks = standstill
+    twins = data.draw(st.lists(st.sampled_from(sorted(reports)), min_size=1, unique=True))
+    reports |= {rank: reports[rank]._replace(collective="loss", step=7) for rank in twins}
+    headline = judge(reports, names(ranks)).headline
+    if headline is not None and "all ranks wait" not in headline and "is behind" not in headline:
+        blamed = headline.split(",")[0].split(";")[0] + " "
+        assert not any(names(ranks)[rank] + " " in blamed for rank in twins)
 
 
 # ---- ranks that call other collectives
@@ -196,7 +237,7 @@ def test_other_collectives_at_the_same_place_are_told_at_once(case):
     ranks, expected = ORDERS[case]
     reports = {rank: report._replace(stalled=1.0) for rank, report in enumerate(ranks) if report is not None}
     said = different_collectives(reports, names(len(ranks)))
-    assert diagnose_hang(reports, names(len(ranks))).headline == (said and said + "; no step for 1 s after step 7")
+    assert judge(reports, names(len(ranks))).headline == (said and said + "; no step for 1 s after step 7")
     if expected is None:
         assert said is None
     else:
@@ -204,12 +245,10 @@ def test_other_collectives_at_the_same_place_are_told_at_once(case):
         assert said == f"ranks wait in different collectives ({two}): all must call the same ones"
 
 
-def test_ranks_that_call_the_same_in_the_same_order_never_differ():
-    for seed in range(100):
-        chance = random.Random(3000 + seed)
-        order = [chance.choice((LOSS, SYNC, SAVE, EVALUATE)) for _ in range(40)]
-        reports = {}
-        for rank in range(chance.choice((2, 3, 8))):
-            calls = chance.randint(20, 40)
-            reports[rank] = in_order(calls, *order[calls - chance.randint(1, 8) : calls])
-        assert different_collectives(reports, names(len(reports))) is None
+@given(st.lists(st.sampled_from((LOSS, SYNC, SAVE, EVALUATE)), min_size=8), st.data())
+def test_ranks_that_call_the_same_in_the_same_order_never_differ(order, data):
+    reports = {}
+    for rank in range(data.draw(st.integers(2, 8))):
+        calls = data.draw(st.integers(1, len(order)))
+        reports[rank] = in_order(calls, *order[calls - data.draw(st.integers(1, min(8, calls))) : calls])
+    assert different_collectives(reports, names(len(reports))) is None

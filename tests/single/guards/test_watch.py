@@ -1,4 +1,4 @@
-"""The monitors of many ranks in one process: real connections, no engine, no torch. Who leaves ends its thread."""
+"""The watches of many ranks in one process: real connections, no engine, no torch. Who leaves ends its thread."""
 
 import contextlib
 import errno
@@ -16,16 +16,13 @@ import pytest
 
 from hvdtrain.engines.files import allow_open_files
 from hvdtrain.guards.activity import Activity
-from hvdtrain.guards.channel import Channel, accept, listen, say_hello
-from hvdtrain.guards.messages import Fail
-from hvdtrain.guards.monitor import Monitor
-from hvdtrain.guards.peers import Peer, Peers
-from hvdtrain.guards.settings import Settings, Timing
-from hvdtrain.guards.timeouts import HangTimeouts
+from hvdtrain.guards.connection import Channel, Peer, Peers, accept, listen, say_hello
+from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.guards.watch import Settings, Watch
 from hvdtrain.launching import processes
 from tests.waiting import wait_for
 
-FAST = Timing(look=0.1, reply=1.0, grace=0.5, leave=0.3)
+FAST = dict(look=0.1, reply=1.0, grace=0.5, begin=0.3)
 NOBODY = 2**22 + 1  # no process has this number
 
 
@@ -33,16 +30,16 @@ class Left(BaseException):
     """What a rank raises in place of ending its process."""
 
 
-class Rank(Monitor):
+class Rank(Watch):
     """A rank without a process: what it would exit with stands in `code`."""
 
-    def __init__(self, rank: int, size: int, channels, step_timeout: float = 0.5, timing: Timing = FAST):
+    def __init__(self, rank: int, size: int, channels, step_timeout: float = 0.5, timing: dict = FAST):
         self.code: int | None = None
         self.deaf = False  # its thread hears nothing
         self.said: list[str] = []
         peers = [Peer(f"h{other // 8}", "here", NOBODY) for other in range(size)]
         limits = HangTimeouts(step_timeout)
-        settings = Settings(limits, self.said.append, self.said.append, guest=True, timing=timing, leave=self._leave)
+        settings = Settings(limits, self.said.append, self.said.append, guest=True, leave=self._leave, **timing)
         super().__init__(Peers(rank, peers, channels), None, Activity(), settings)
         self.detector.starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
 
@@ -216,7 +213,7 @@ def test_no_write_keeps_a_hung_job_from_ending(blocked, job, monkeypatch):
 
 
 def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd, monkeypatch):
-    monkeypatch.setattr("hvdtrain.guards.leaving.others", list)  # threads of earlier tests
+    monkeypatch.setattr("hvdtrain.guards.limits.others", list)  # threads of earlier tests
     some = job(2, step_timeout=0.1)
     for rank in some.ranks:
         rank.train()
@@ -259,7 +256,7 @@ def test_who_is_said_to_have_died(place, process, reset, said, job):
 def test_an_error_is_said_without_its_control_characters(job):
     """It may name what a file has: escape codes would go to the terminal."""
     some = job(2, step_timeout=60.0)
-    some.ranks[1].peers.channels[0].send(Fail("KeyError: 'a\x1b]0;title\x07\n'"))
+    some.ranks[1].peers.channels[0].send("fail", "KeyError: 'a\x1b]0;title\x07\n'", False)
     some.wait_until(lambda: some.ranks[0].code == 1)
     assert some.ranks[0].said == [r"rank 1 on h0 failed: KeyError: 'a\x1b]0;title\x07 '"]
 
@@ -322,7 +319,7 @@ def test_a_program_that_closes_every_file_ends_in_one_line(reused, job, capfd):
 
 
 def test_a_program_that_closes_every_file_just_before_its_end_ends_in_one_line(job, capfd):
-    rank = job(1, timing=FAST._replace(look=5.0)).ranks[0]  # its thread does not look before the end
+    rank = job(1, timing=FAST | dict(look=5.0)).ranks[0]  # its thread does not look before the end
     lose_selector(rank)
     with pytest.raises(Left):
         rank.close()
@@ -346,7 +343,7 @@ def test_a_stop_is_known_to_all_ranks_and_obeyed_at_one_step(job):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stop_before_the_first_step_is_over_ends_all_with_75(job, begun):
-    some = job(3, timing=FAST._replace(look=0.05))
+    some = job(3, timing=FAST | dict(look=0.05))
     for rank in some.ranks * begun:
         rank.activity.begin_step(0)
     some.ranks[1].signals.wake(signal.SIGTERM)
@@ -388,7 +385,7 @@ def test_the_end_of_the_launcher_is_a_request_to_stop(job):
 def many(size: int, job) -> None:
     """All connect, train, are asked once in vain, train on, and are judged: one hangs, one stands in a long phase."""
     allow_open_files(6 * size + 800)  # both ends of each connection, and what wakes each thread
-    some = job(size, step_timeout=2.0, timing=Timing(look=1.0, reply=60.0, grace=3.0))  # of one process, with one GIL
+    some = job(size, step_timeout=2.0, timing=dict(look=1.0, reply=60.0, grace=3.0))  # of one process, with one GIL
     hangs, reads = size // 2, size - 1
     with contextlib.closing(some):  # before pytest looks at a failure, which a thousand threads would not let it do
         began = time.monotonic()
