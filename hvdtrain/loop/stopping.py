@@ -79,7 +79,7 @@ class Stopping:
     def is_asked_anywhere(self) -> bool:
         """Return, on all ranks, whether any rank knows of a stop request: they learn of it at slightly different times. A
         collective."""
-        mine = torch.tensor([float(self.monitor.stop_reason is not None)])
+        mine = torch.tensor([float(self.watch.stop_reason is not None)])
         return bool(self.engine.sum(mine, "evaluate.stop").item())
 
     # ---- after a step
