@@ -4,10 +4,12 @@ Only rank 0 writes files.
 """
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoint import Facts
@@ -21,7 +23,7 @@ from hvdtrain.checkpoint.saved_buffers import Buffers
 from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.loop.prepared import Prepared
@@ -203,6 +205,22 @@ class Checkpoints:
             if name in state.evaluation and state.evaluated_epoch == epoch:
                 return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
         return None
+
+    def load_best(self, models: Sequence[nn.Module], step: int, heartbeat: Callable[[], None]) -> None:
+        """Give the models what they had after `step` steps, in the checkpoint that is kept as the best. A collective."""
+        from hvdtrain.checkpoint import loading, reading
+
+        with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.best"):
+            if self._writer is not None and self.resume.directory is not None:
+                self._writer.flush(heartbeat)
+                path = self.resume.directory / checkpoint.name_of(step)
+                try:
+                    _, tensors = reading.read(path)
+                except (reading.Damaged, OSError) as error:
+                    raise Failure(f"the best checkpoint, {path}, cannot be read ({error})") from error
+                loading.load_models(tensors, models)
+        for model in models:
+            self.engine.broadcast_model(model)
 
     def _written(self, path: Path, error: OSError | None) -> None:
         if self._writer is not None:

@@ -118,8 +118,6 @@ def require_sound(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
     """Raise ValueError if the facts are not what a run writes, or do not agree with the tensors."""
     for name, kind in TABLE.items():
         require(name in facts and depth(facts[name]) <= DEEPEST and kind(facts[name]), name)
-    state = facts["state"]
-    require(state["samples_of_epoch"] <= state["samples"], "samples of the epoch")
     require_optimizers(facts, tensors)
     for name, packed in facts["registered"].items():
         require(name in facts["registered_types"], f"registered {name}")

@@ -41,11 +41,7 @@ def load(
     content: facts and tensors, as returned by `reading.read`.
     """
     facts, tensors = content
-    several = any(name.startswith("models.") for name in tensors)
-    for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
-        if several != prefix.startswith("models."):
-            raise UserError("the checkpoint does not match: it has a different number of models: check the script")
-        load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+    load_models(tensors, models)
     if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
         message = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
         raise UserError(f"the checkpoint does not match the optimizer ({message}): check --optimizer")
@@ -64,6 +60,15 @@ def explained() -> Iterator[None]:
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"the checkpoint does not match the optimizer ({first}): check --optimizer") from error
+
+
+def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> None:
+    """Load a checkpoint's models. Raises UserError if it does not match."""
+    several = any(name.startswith("models.") for name in tensors)
+    for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
+        if several != prefix.startswith("models."):
+            raise UserError("the checkpoint does not match: it has a different number of models: check the script")
+        load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -59,6 +59,7 @@ class Run:
         self.length = Length()
         self._shared: Shared | None = None  # from `prepare` on
         self._evaluation: Evaluation | None = None  # inside `evaluating`
+        self._in_loop = False  # over `epochs`
 
     @property
     def rank(self) -> int:
@@ -292,7 +293,11 @@ class Run:
             self.phase = Phase.HEAD
             generators.begin_epoch()
             self.clock.restart()
-            yield self.state.epoch
+            self._in_loop = True
+            try:
+                yield self.state.epoch
+            finally:  # also if the script leaves the loop by `break`
+                self._in_loop = False
             self._close_epoch()
 
     def _has_ended(self) -> bool:
@@ -369,11 +374,29 @@ class Run:
             yield step
             shared.step = None
             self._finish_step(step, opened, shared.prepared.scaler)
+            if step.ends_epoch:
+                break
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
         self.checkpoints.generators.end_steps()
         self.phase = Phase.TAIL
         self.engine.activity.leave_steps()
+
+    def end_epoch(self) -> None:
+        """End this epoch after the current step, without the rest of its samples. Every rank calls it in the same step."""
+        self.prepared("run.end_epoch()")
+        if (step := self.shared().step) is None or self.data.input is None:
+            raise UserError("run.end_epoch() outside of a step: call it in the loop over run.steps")
+        if not self.data.input.per_epoch:
+            remedy = "let the stream end on every rank, or train by run.epochs(steps=N)"
+            raise UserError(f"run.end_epoch(): the length of a stream is not known: {remedy}", everywhere=True)
+        step.last = step.ends_epoch = True
+
+    def stop(self) -> None:
+        """Ask all ranks to stop, as a stop signal does: they save after the same step, and the exit code is 75, so that the
+        same command continues. Any rank may call it."""
+        self._require_running("run.stop()")
+        self.stopping.monitor.request_stop(f"run.stop() on rank {self.rank}")
 
     def _finish_step(self, step: Step, opened: Input, scaler: torch.amp.GradScaler) -> None:
         """Count a step, record it, and save or stop if that is to follow."""
@@ -387,7 +410,7 @@ class Run:
         if step.left_out is not None:  # None: a feature counts it later
             state.skipped = state.skipped + 1 if step.left_out else 0
         state.step += 1
-        state.samples_of_epoch += step.count
+        state.samples_of_epoch = opened.per_epoch if step.ends_epoch else state.samples_of_epoch + step.count
         state.samples += step.count
         self.engine.activity.finish_step(state.step)
         for after_step in self.features.after_step:
@@ -556,6 +579,21 @@ class Run:
         """Take note of an evaluation that was not cut short."""
         if self._in_epoch:
             self.state.evaluated_epoch = self.state.epoch
+
+    def load_best(self) -> Best:
+        """Give the models the weights and buffers of the best epoch, and return which that was. After the loop over
+        `run.epochs`, for a last evaluation or an export. A collective; needs --output-dir, which has that checkpoint."""
+        prepared = self.prepared("run.load_best()")
+        if self._in_loop:
+            raise UserError("run.load_best() in the loop over run.epochs, which trains on: call it after the loop")
+        self.leave_loop()
+        if not self.checkpoints.writes:
+            raise UserError("run.load_best() needs the checkpoints of the run: give it --output-dir", everywhere=True)
+        if (best := self.best) is None:
+            remedy = "write run.evaluating() and run.record() in the loop over run.epochs"
+            raise UserError(f"run.load_best(): no epoch was evaluated: {remedy}", everywhere=True)
+        self.checkpoints.load_best(prepared.models, best.step, self.heartbeat)
+        return best
 
     # ---- the end
 

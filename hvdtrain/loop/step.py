@@ -72,6 +72,7 @@ class Step:
         self.number = shared.state.step + 1  # since the beginning of training, from 1
         self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
         self.last = last  # of its epoch, or of all
+        self.ends_epoch = False  # whether the script has called `run.end_epoch`
         self.count = planned.count  # samples, over all ranks and micro-batches
         # Sums of the loss and of recorded values over this rank's samples, and their counts. Tensors stay on the device.
         self.sums: dict[str, Tensor | float] = {}

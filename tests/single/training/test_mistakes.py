@@ -182,6 +182,8 @@ MISTAKES = {
     "a count in one batch of an evaluation": (
         dict(after="with run.evaluating(2): run.record(a=1.0, count=1); run.record(a=1.0)"),
         r"run.record\(count=...\) in one batch and not in another: give it in all, or in none"),
+    "the best of no evaluation": (dict(loop="step.batches()", after="pass", prepared="run.load_best()"), r"^run.load_best\(\): no epoch was evaluated: write"),
+    "the end of an epoch outside of its steps": (dict(in_epoch="run.end_epoch()"), r"^run.end_epoch\(\) outside of a step: call it in the loop"),
     "the mean of a batch": (
         dict(after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: run.record(right=(model(x) > y).float().mean().item())"),
         r"^run.record\(right=...\) got a mean, and parts may have unequal numbers: give a value for each sample .* or their sum"),

@@ -18,6 +18,8 @@ from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.sharding import epoch_order
+from hvdtrain.loop.run import Run
+from hvdtrain.loop.step import Step
 from hvdtrain.output.metric_names import goodness
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
@@ -519,6 +521,58 @@ def test_each_value_of_an_evaluation_is_divided_by_its_own_count():
             run.record(hits=torch.ones(N))
             run.record(right=5.0, count=10)
         assert run.evaluation == {"loss": 3.0, "hits": 1.0, "right": 0.5, "count": 10}
+
+
+@pytest.mark.parametrize("stopped", [None, 3, 4])
+def test_an_epoch_that_the_program_ends_is_ended_also_after_a_resume(stopped, tmp_path):
+    """Three of the five steps of each epoch are taken."""
+
+    def program(stops: int | None, epochs: int = 2) -> Run:
+        flags = flags_for("--output-dir", str(tmp_path), epochs=epochs)
+        with training.start(flags) as run:
+            net = network()
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            def each(step: Step) -> None:
+                if step.number % 3 == 0:
+                    run.end_epoch()
+                    assert step.last
+                if step.number == stops:
+                    run.stop()
+
+            train(run, model, each=each)
+            assert (run.state.epoch, run.state.step, run.state.samples) == (epochs, 3 * epochs, 24 * epochs)
+        return run
+
+    if stopped is not None:
+        assert program(stopped).exit_code == 75
+    assert program(None).exit_code == 0
+    whole = summary(tmp_path)
+    assert (whole["epochs"], whole["steps"], whole["samples"]) == (2, 6, 48)
+
+
+def test_the_best_weights_are_loaded_after_training(tmp_path):
+    with training.start(
+        flags_for("--output-dir", str(tmp_path), "--keep", "1", epochs=4), metrics={"loss": "min"}
+    ) as run:
+        net = network()
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        weights = []
+        for epoch in run.epochs(4):
+            with pytest.raises(UserError, match=r"^run.load_best\(\) in the loop over run.epochs, which trains on"):
+                run.load_best()
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+            weights.append(net[0].weight.detach().clone())
+            with run.evaluating(N):
+                run.record(loss=torch.full((N,), [3.0, 1.0, 2.0, 4.0][epoch]))
+            if epoch == 2:
+                break
+        best = run.load_best()
+        assert (best.epoch, best.value) == (1, 1.0)
+        assert torch.equal(net[0].weight, weights[1])
+        assert not torch.equal(net[0].weight, weights[2])
 
 
 def test_several_values_of_a_sample_count_as_their_mean():
