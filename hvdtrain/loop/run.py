@@ -396,7 +396,7 @@ class Run:
         """Ask all ranks to stop, as a stop signal does: they save after the same step, and the exit code is 75, so that the
         same command continues. Any rank may call it."""
         self._require_running("run.stop()")
-        self.stopping.monitor.request_stop(f"run.stop() on rank {self.rank}")
+        self.stopping.watch.request_stop(f"run.stop() on rank {self.rank}")
 
     def _finish_step(self, step: Step, opened: Input, scaler: torch.amp.GradScaler) -> None:
         """Count a step, record it, and save or stop if that is to follow."""
