@@ -12,17 +12,16 @@ from hvdtrain.engines import files
 from hvdtrain.launching.job_secret import token
 from hvdtrain.launching.rendezvous import SILENCE_SECONDS, Server
 
+REQUEST = re.compile(rb"(GET|PUT|DELETE) ([^ \r\n]*) [^\r\n]*\r\n")
+PATH = re.compile("/([^/]*)/([^/]*)")  # scope and key
+LENGTH = re.compile(rb"\r\nContent-Length: *([0-9]{1,9})(?=\r)", re.IGNORECASE)
 SELECTION = re.compile("addresses_of_([0-9]{1,5})_of_([0-9]{1,5})")  # launch/patches/27: a rank asks for its addresses
 SELECTION_SECONDS = 5.0  # until a rank that waits for others is told that they have not all come yet
 BACKLOG = 4096  # pending connections; the kernel limits it to net.core.somaxconn
 MOST_HEAD, MOST_BODY = 2**12, 2**26  # bytes; a value has 136 bytes per other rank
-MOST_STRANGERS = 256  # connections
-STRANGER_SECONDS = 10.0  # for a request to say that it is one of the job
+MOST_STRANGERS = 256  # connections that have not named the token
+STRANGER_SECONDS = 10.0  # in which they name it
 SPARE_FILES = 768  # open files besides; 1,024 are the usual limit
-RETRY_SECONDS = 0.05  # after accept has failed
-END_OF_HEAD = b"\r\n\r\n"
-HEAD = b"HTTP/1.0 %s\r\nContent-Length: %d\r\n\r\n"
-LENGTH = re.compile(rb"\r\nContent-Length: *([0-9]{1,9})(?=\r|$)", re.IGNORECASE)
 
 
 class Rendezvous:
@@ -32,26 +31,24 @@ class Rendezvous:
     sockets for each other rank, one after the other. GET /scope/addresses_of_RANK_of_SIZE is answered when all SIZE ranks
     have done so, with the addresses meant for RANK; or with nothing after SELECTION_SECONDS.
 
-    Horovod's own server is Python's HTTPServer: its listen queue holds 5 connections, so the ninth rank is dropped and
-    retries seconds later, and it starts a thread for each of the 3,000 requests of 24 ranks.
+    Horovod's own server is Python's HTTPServer: it has no such answer, so that each rank asks for each other rank, and it
+    starts a thread for each of the 3,000 requests of 24 ranks.
 
     The protocol has no authentication, and who can store addresses can misdirect the ranks. Therefore each path begins with
     a token of the job's secret (see `rendezvous.Server`). Every user of this host and of its network can connect: of those
-    who have not named the token, there are at most MOST_STRANGERS at once; they may send a head, within STRANGER_SECONDS.
-    The server listens on one address only, stores only addresses, and does not use pickle.
+    who have not named the token, the oldest give way to others. The server listens on one address only, stores only
+    addresses, and does not use pickle.
 
     port: 0 for any free port. Raises OSError if `address` cannot be bound.
     """
 
     def __init__(self, address: str, port: int, secret: str):
         listener = socket.create_server((address, port), backlog=BACKLOG)
-        listener.setblocking(False)
         files.allow_open_files(MOST_STRANGERS + SPARE_FILES)
         self.port = int(listener.getsockname()[1])
         self.server = Server(address, self.port, token(secret, self.port))
         self._expected = self.server.prefix.encode()
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._known: set[asyncio.Task[None]] = set()  # those that have named the token
         self._lock = threading.Lock()
         self._scopes: dict[str, dict[str, bytes]] = {}
         self._sizes: dict[str, int] = {}  # scope -> number of ranks after whose DELETE the scope is removed
@@ -84,64 +81,53 @@ class Rendezvous:
     # ---- the thread
 
     async def _serve(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: None)  # a client that is gone
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:  # a client that is gone, or the limit of open files
-                await self._turn_away(len(self._strangers) // 2)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            task = loop.create_task(self._hear(connection))
-            self._strangers[task] = None
-            await asyncio.sleep(0)  # usually the request is there, and names the token
-            await self._turn_away(MOST_STRANGERS)
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # a client that is gone
+        server = await asyncio.start_server(self._hear, sock=listener, limit=MOST_HEAD, backlog=BACKLOG)
+        await server.serve_forever()
 
-    async def _turn_away(self, most: int) -> None:
-        """Disconnect the oldest strangers until there are `most`."""
-        while len(self._strangers) > most:
-            oldest = next(iter(self._strangers))
-            oldest.cancel()
-            await asyncio.wait([oldest])
-            self._strangers.pop(oldest, None)
-
-    async def _hear(self, connection: socket.socket) -> None:
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the request of one connection. Invalid ones, and those that take long, get no answer."""
-        loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
+        self._strangers[task] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+        refused = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
         try:
-            with connection, contextlib.suppress(OSError, ValueError, EOFError):
+            with contextlib.suppress(*refused):
                 async with asyncio.timeout(STRANGER_SECONDS):
-                    head, value = await read_head(connection)
-                    method, path = parse_head(head)
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    method, path = parse(head)
                     if not hmac.compare_digest(path[: len(self._expected)], self._expected):
-                        await refuse(connection)
+                        await answer(writer, b"403 Forbidden")
+                        writer.write_eof()
+                        await reader.read(
+                            MOST_HEAD
+                        )  # closing a socket with something unread would take the answer away
                         return
-                del self._strangers[task]
-                self._known.add(task)
+                self._strangers.pop(task, None)
                 async with asyncio.timeout(SILENCE_SECONDS):
-                    scope, key = scope_and_key(path[len(self._expected) :])
-                    await read_value(connection, head, value)
-                body: bytes | None
-                if method == "GET" and (asked := SELECTION.fullmatch(key)):
-                    body = await self._selection(scope, int(asked[1]), int(asked[2]))
-                else:
-                    body = self._answer(method, scope, key, bytes(value))
-                status = b"404 Not Found" if body is None else b"200 OK"
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    await loop.sock_sendall(connection, HEAD % (status, len(body or b"")) + (body or b""))
+                    body = await self._answer(method, path[len(self._expected) :].decode("latin-1"), head, reader)
+                    await answer(writer, b"404 Not Found" if body is None else b"200 OK", body or b"")
         finally:
             self._strangers.pop(task, None)
-            self._known.discard(task)
+            writer.close()
 
-    def _answer(self, method: str, scope: str, key: str, value: bytes) -> bytes | None:
-        """Execute a request. Return the body of the answer; None if there is no such key."""
+    async def _answer(self, method: bytes, path: str, head: bytes, reader: asyncio.StreamReader) -> bytes | None:
+        """Execute a request. Return the body of the answer; None if there is no such key. Raises ValueError, EOFError."""
+        place, length = PATH.fullmatch(path), LENGTH.search(head)
+        if place is None or (length is not None and int(length[1]) > MOST_BODY):
+            raise ValueError(path)
+        scope, key = place.groups()
+        value = await reader.readexactly(int(length[1]) if length else 0)
+        if method == b"GET" and (asked := SELECTION.fullmatch(key)):
+            return await self._selection(scope, int(asked[1]), int(asked[2]))
         with self._lock:
-            if method == "GET":
+            if method == b"GET":
                 return self._scopes.get(scope, {}).get(key)
-            if method == "PUT":
+            if method == b"PUT":
                 values = self._scopes.setdefault(scope, {})
                 values[key] = value
                 if complete := self._complete.pop((scope, len(values)), None):
@@ -158,79 +144,29 @@ class Rendezvous:
 
     async def _selection(self, scope: str, rank: int, size: int) -> bytes:
         """Return the addresses meant for `rank` when all have come; nothing after SELECTION_SECONDS."""
-        if (found := self._selected(scope, rank, size)) is None:
+        if len(self.get(scope)) < size:
             complete = self._complete.setdefault((scope, size), asyncio.Event())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(complete.wait(), SELECTION_SECONDS)
-            found = self._selected(scope, rank, size)
-        return found or b""
-
-    def _selected(self, scope: str, rank: int, size: int) -> bytes | None:
-        """Return the addresses meant for `rank`, of all other ranks in their order; None if one of them has not come."""
-        with self._lock:
-            values = self._scopes.get(scope, {})
-            if len(values) < size:
-                return None
-            found = [values.get(str(other)) for other in range(size) if other != rank]
-            if None in found or size < 2:
-                return None
-        parts = []
-        for number, value in enumerate(found):
-            assert value is not None
-            other = number + (number >= rank)
-            length = len(value) // (size - 1)  # a rank stores none for itself
+        values, parts = self.get(scope), []
+        for other in (other for other in range(size) if other != rank):
+            if (addresses := values.get(str(other))) is None:
+                return b""
+            length = len(addresses) // (size - 1)  # a rank stores none for itself
             first = (rank - (rank > other)) * length
-            parts.append(value[first : first + length])
+            parts.append(addresses[first : first + length])
         return b"".join(parts)
 
 
-async def read_head(connection: socket.socket) -> tuple[bytes, bytearray]:
-    """Return the head of a request, and what has come after it. Raises ValueError if it is too long, EOFError, OSError."""
-    loop, data = asyncio.get_running_loop(), bytearray()
-    while (end := data.find(END_OF_HEAD)) < 0:
-        if len(data) > MOST_HEAD:
-            raise ValueError("no end of the head")
-        if not (part := await loop.sock_recv(connection, MOST_HEAD)):
-            raise EOFError
-        data += part
-    end += len(END_OF_HEAD)
-    return bytes(data[:end]), data[end:]
-
-
-def parse_head(head: bytes) -> tuple[str, bytes]:
+def parse(head: bytes) -> tuple[bytes, bytes]:
     """Return method and path. Raises ValueError if they are none."""
-    method, path, _ = head.split(b"\r\n", 1)[0].split(b" ")
-    if method not in (b"GET", b"PUT", b"DELETE"):
-        raise ValueError(method)
-    return method.decode(), path
+    found = REQUEST.match(head)
+    if found is None:
+        raise ValueError(head)
+    return found[1], found[2]
 
 
-def scope_and_key(path: bytes) -> tuple[str, str]:
-    """Return the scope and the key in /SCOPE/KEY. Raises ValueError."""
-    nothing, scope, key = path.decode("latin-1").split("/")
-    if nothing:
-        raise ValueError(path)
-    return scope, key
-
-
-async def read_value(connection: socket.socket, head: bytes, value: bytearray) -> None:
-    """Complete the value of a request. Raises ValueError if it is too long, EOFError if it is incomplete, OSError."""
-    found = LENGTH.search(head)
-    wanted = int(found[1]) if found else 0
-    if wanted > MOST_BODY:
-        raise ValueError(wanted)
-    while len(value) < wanted:
-        if not (part := await asyncio.get_running_loop().sock_recv(connection, 2**18)):
-            raise EOFError
-        value += part
-    del value[wanted:]
-
-
-async def refuse(connection: socket.socket) -> None:
-    """Answer a request without the token. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, HEAD % (b"403 Forbidden", 0))
-    connection.shutdown(socket.SHUT_WR)
-    for _ in range(16):  # closing a socket with something unread would take the answer away
-        if not await loop.sock_recv(connection, 2**14):
-            return
+async def answer(writer: asyncio.StreamWriter, status: bytes, body: bytes = b"") -> None:
+    """Send an answer. Raises OSError."""
+    writer.write(b"HTTP/1.0 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+    await writer.drain()
