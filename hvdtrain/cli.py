@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.engines import choice
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import choose_engine
 from hvdtrain.flags import MAY_CHANGE, Flags, absolute, absolute_path, expanded, is_url, names_files
 
 ENGINES = ("horovod", "ddp", "dataparallel", "serial")
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         absolute(flags, absolute_path if "engine" in given else expanded)
         if "engine" in given:
             if flags.engine == "auto":
-                flags.engine, flags._engine_reason = choice.choose(supports=lambda engine: supports(engine, given))
+                flags.engine, flags._engine_reason = choose_engine(supports=lambda engine: supports(engine, given))
                 given["engine"] = flags.engine
             refuse_unsupported(flags.engine, given)
         if given.get("deterministic") and (given["engine"], given["tuning"]) == ("horovod", "off"):

@@ -24,8 +24,7 @@ import torch
 from hvdtrain import cli
 from hvdtrain.checks import gpus, host, ranks
 from hvdtrain.checks.findings import Findings, Here, merged, show
-from hvdtrain.engines import choice
-from hvdtrain.engines.launchers import announced
+from hvdtrain.engines.launchers import announced, horovod_is_installed
 from hvdtrain.engines.start import start
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
@@ -83,7 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     flags = parser.parse(argv)
-    if flags.engine == "serial" and flags.engine_reason and choice.horovod_is_installed():
+    if flags.engine == "serial" and flags.engine_reason and horovod_is_installed():
         flags.engine = "horovod"  # it is this machine that is examined, and what a launcher would start on it
     return flags
 

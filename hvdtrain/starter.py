@@ -91,20 +91,20 @@ def start_one(options: argparse.Namespace, place: Announced, words: list[str]) -
 
 def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -> int:
     """Start all ranks of this host, and return their exit code. In a rank, this function does not return."""
-    from hvdtrain.engines.cores import share_of_host
-    from hvdtrain.launching import capacity, forker
+    from hvdtrain.engines import cores
+    from hvdtrain.launching import forker
     from hvdtrain.launching.supervisor import Supervisor, say
 
     ranks = options.local_ranks
     if bound_by_default(os.environ):  # by mpirun, which knows of only one process here
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    cores = capacity.cores_here(os.environ, place)
+    cores_here = cores.cores_here(os.environ, place)
     if not options.oversubscribe:
-        capacity.refuse_too_many_for_cores(ranks, cores, place.launcher)
+        cores.refuse_too_many_for_cores(ranks, cores_here, place.launcher)
     meeting = meeting_of(options, place)
     meeting.say = say
     # OpenMP reads this once, when torch is imported, so each rank's share must be set before.
-    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_host(ranks, cores)[0]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores.share_of_host(ranks, cores_here)[0]))
     imports = [name for name in options.imports.split(",") if name]
     limit = min(options.start_timeout, import_timeout.MOST_SECONDS)
     started = forker.start(words, ranks, imports, options.oversubscribe, limit)

@@ -25,7 +25,6 @@ from hvdtrain.engines.lines import put
 from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
 from hvdtrain.launching import import_timeout, run_script, startup
 from hvdtrain.launching.exit_codes import end_with
-from hvdtrain.launching.import_hook import ImportHook
 from hvdtrain.models import compile_cache
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def tune(place: Announced, repeatable: bool) -> str:
         sys.modules["torch"].set_num_threads(threads)
     notes += [f"{name}={value}" for name, value in settings.items()]
     if not Path("/dev/nvidiactl").exists():  # on a GPU, a step uses little host memory
-        from hvdtrain.engines.malloc import keep_freed_memory
+        from hvdtrain.engines.tuning import keep_freed_memory
 
         if keep_freed_memory(os.environ):
             notes.append("malloc keeps freed memory")
@@ -110,7 +109,7 @@ def attach(flags: argparse.Namespace, place: Announced) -> list["ScriptWatchdog"
             watchdogs.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch))
         foreign.attach(hvd, place, watchdogs[0] if watchdogs else None, repeatable=flags.repeatable)
 
-    ImportHook("horovod.torch", arrived)
+    import_timeout.ImportHook("horovod.torch", arrived)
     return watchdogs
 
 

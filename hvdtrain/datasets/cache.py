@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hvdtrain.engines import files
 from hvdtrain.engines.lock import Lock
-from hvdtrain.engines.user_cache import directory as directory
 
 STALE_SECONDS = 3600.0  # age after which a partial file is considered abandoned
+
+directory = files.cache_directory
 
 
 @contextmanager

@@ -4,10 +4,13 @@ Does not import torch.
 """
 
 import contextlib
+import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.launchers import Announced, cores_of_job
 from hvdtrain.launching import processes
 
 
@@ -103,3 +106,16 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
 def _prefixes(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part]
     return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def cores_here(environment: Mapping[str, str], place: Announced) -> int:
+    """Return how many cores this process may use according to its affinity, its control group and Slurm."""
+    return math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota(), cores_of_job(environment, place)))
+
+
+def refuse_too_many_for_cores(ranks: int, cores: int, launcher: str) -> None:
+    """Raise UserError if there are more ranks than cores."""
+    if ranks > cores:
+        slurm = f"give the task more (srun --cpus-per-task={ranks}), " if launcher == "Slurm" else ""
+        remedy = f"{slurm}use --local-ranks {cores}, or add --oversubscribe"
+        raise UserError(f"--local-ranks {ranks}, but {cores} core{'s'[: cores > 1]} here: {remedy}", everywhere=True)

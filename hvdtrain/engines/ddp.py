@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
-from hvdtrain.engines.carried import as_carried, written
+from hvdtrain.engines.compression import as_carried, written
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import remedy
 from hvdtrain.guards import flight

@@ -24,7 +24,7 @@ MOST_IN_BUCKET = 1000
 OTHER_RESPONSES = 256  # in Horovod's cache: those of our own messages, and more than there are
 
 
-class Bucket(tuple[nn.Parameter, ...]):
+class BucketParameters(tuple[nn.Parameter, ...]):
     """The parameters of a bucket. Horovod looks up a bucket for each gradient: by identity, not by all its tensors."""
 
     __hash__ = object.__hash__
@@ -70,7 +70,7 @@ def use_buckets(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> Non
     """
     refuse_small_cache(sum(map(len, groups)), os.environ)
     optimizer._groups = groups
-    optimizer._group_counts = {Bucket(group): 0 for group in groups}
+    optimizer._group_counts = {BucketParameters(group): 0 for group in groups}
     optimizer._p_to_group = {parameter: group for group in optimizer._group_counts for parameter in group}
 
 

@@ -157,3 +157,23 @@ def _is_own_group(number: int) -> bool:
         return number == 0 or grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # a user or a group without a name
         return False
+
+
+def cache_directory(name: str, kind: str = "datasets") -> Path | None:
+    """Return $XDG_CACHE_HOME/hvdtrain/KIND/NAME (default: in ~/.cache), created if needed.
+
+    None if that fails, or if another user could write there: what is in the cache counts as verified.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        # According to the XDG specification, relative paths are ignored.
+        root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+        root.mkdir(parents=True, exist_ok=True)
+        path = root
+        for part, mode in (("hvdtrain", 0o755), (kind, 0o755), (name, 0o700)):
+            path = path / part
+            path.mkdir(mode=mode, exist_ok=True)
+        own = not path.is_symlink() and path.stat().st_uid == os.geteuid() and not others_may_write(path)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
+        return None
+    return path if own else None

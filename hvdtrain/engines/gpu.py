@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching.capacity import gpus_here
 
+NAME_OF_GPU = re.compile("[0-9]+|(GPU|MIG)-.+")
 NO_GPU = "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
 
 
@@ -179,3 +180,23 @@ def conflict(places: Sequence[RankDevice], shared: bool) -> str | None:
             remedy = "start as many ranks as GPUs, or show each rank its own (CUDA_VISIBLE_DEVICES)"
             return f"{message}, or slices of it (MIG), and NCCL wants one for each rank: {remedy}"
     return None
+
+
+def refuse_too_many_for_gpus(ranks: int, gpus: int) -> None:
+    """Raise UserError if there are GPUs, but fewer than ranks. NCCL does not allow ranks to share a GPU."""
+    if 0 < gpus < ranks:
+        remedy = f"use --local-ranks {gpus}, or add --oversubscribe (--device cpu)"
+        raise UserError(f"--local-ranks {ranks}, but {gpus} GPU{'s'[: gpus > 1]} here: {remedy}", everywhere=True)
+
+
+def gpus_here(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Return how many GPUs this process may use. Does not initialize CUDA, which would not work after a fork."""
+    here = sum(1 for path in devices.glob("nvidia*") if re.fullmatch("nvidia[0-9]+", path.name))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not here:
+        return here
+    # Like CUDA, ignore all entries from the first on that names no GPU: -1, NoDevFiles.
+    named = list(takewhile(NAME_OF_GPU.fullmatch, map(str.strip, visible.split(","))))
+    if any(name.startswith("MIG-") for name in named):  # GPU partitions
+        return len(named)
+    return min(here, len(named))

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvdtrain.engines import arithmetic, gpu
+from hvdtrain.engines import accelerators, gpu
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, near_gpu, stay_on, threads_for, turn_on
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.lines import write_whole_lines
-from hvdtrain.engines.malloc import keep_freed_memory
+from hvdtrain.engines.tuning import keep_freed_memory
 from hvdtrain.guards import limits
 
 refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
@@ -42,7 +42,7 @@ def start(
         # The kernel restricts the set to the cores that the job may use.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     if deterministic and device != "cpu":
-        os.environ.update(arithmetic.REPEATABLE)
+        os.environ.update(accelerators.REPEATABLE)
     kind = engine_class(name)
     engine = kind(tuning=tuning, rank=place.rank, size=place.size, launcher=place.launcher)
     engine.ending = limits.ending
@@ -66,7 +66,7 @@ def start(
             os.sched_setaffinity(0, near)
             engine.notes.append(Setting(f"{len(near)} cores next to the GPU at {address}"))
     engine.activity.asynchronous = engine.device.type != "cpu"
-    engine.notes += arithmetic.set_up(engine.device, deterministic=deterministic, tuning=tuning)
+    engine.notes += accelerators.set_arithmetic(engine.device, deterministic=deterministic, tuning=tuning)
     if tuning and engine.device.type == "cpu" and keep_freed_memory(os.environ):
         engine.notes.append(Setting("malloc keeps freed memory"))
     # A collective, whatever flags this rank has: differences are refused later.

@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn
-from hvdtrain.launching import capacity, exit_codes, import_timeout, preload, processes, rank_exit, run_script
+from hvdtrain.launching import exit_codes, import_timeout, preload, processes, rank_exit, run_script
 from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request, peer
 from hvdtrain.launching.signal_socket import SignalSocket
 
@@ -89,7 +89,9 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         program = run_script.find(words)
         import_once(run_script.source(program), asked)
     if not oversubscribe and reduces_on_gpus():
-        capacity.refuse_too_many_for_gpus(ranks, capacity.gpus_here(os.environ))
+        from hvdtrain.engines import gpu  # imports torch, which is imported by now
+
+        gpu.refuse_too_many_for_gpus(ranks, gpu.gpus_here(os.environ))
     os.write(done, b".")
     os.close(done)
     serve(listener, starter, program)  # read once: it may be a pipe, as of `<(cat train.py)`

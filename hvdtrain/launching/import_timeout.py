@@ -6,7 +6,13 @@ Imports almost nothing, because commands import it before anything else.
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 PIPE = "HVDTRAIN_START_PIPE"  # from launch/restarts.sh: pid, file descriptor, link of the descriptor in /proc
 LIMIT = "HVDTRAIN_START_TIMEOUT"
@@ -47,8 +53,6 @@ def import_torch() -> None:
 @functools.cache  # one limit inside of another would end it
 def limit_import() -> None:
     """Give this process's first import of torch a time limit, whoever imports it, if a launcher has started the process."""
-    from hvdtrain.launching.import_hook import ImportHook
-
     ImportHook("torch", during=limited_as_rank)
 
 
@@ -99,3 +103,41 @@ def limited(seconds: float, message: str, late: float = 0.0) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         over.set()
         thread.join()
+
+
+class ImportHook:
+    """Calls `then(module)` right after the first import of the module `name`, or at once if it is already imported.
+
+    during: returns a context manager around the import, and around the search for the module before it.
+    """
+
+    def __init__(
+        self, name: str, then: "Callable[[ModuleType], None]" = lambda module: None,
+        during: "Callable[[], contextlib.AbstractContextManager[None]]" = contextlib.nullcontext,
+    ):  # fmt: skip
+        self.name, self.then, self.during = name, then, during
+        if name in sys.modules:
+            then(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if fullname != self.name:
+            return None
+        import importlib.util
+
+        sys.meta_path.remove(self)
+        with self.during():
+            spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: "ModuleType") -> None:
+                with self.during():
+                    load(module)
+                self.then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign] # of this loader alone
+        return spec

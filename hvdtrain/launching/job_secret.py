@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.engines import atomic, files, user_cache
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 
 VARIABLE = "HVDTRAIN_JOB_SECRET"
@@ -30,7 +30,7 @@ def job_secret(environment: Mapping[str, str], size: int) -> str:
     if "KUBERNETES_SERVICE_HOST" in environment:
         # Pods share no home directory, and have no other users. A network policy keeps other pods away.
         return f"a job in Kubernetes at {environment.get('MASTER_ADDR') or environment.get('PET_MASTER_ADDR')}"
-    directory = user_cache.directory("job", "secrets")
+    directory = files.cache_directory("job", "secrets")
     if directory is None:
         raise UserError(f"this user has no private cache directory, in which the hosts find the job's secret: {REMEDY}")
     path = directory / "secret"

@@ -23,7 +23,7 @@ from hvdtrain.engines.errors import UserError
 PACKAGE = Path(__file__).parents[1]
 # Files whose frames a traceback of the script does not show: what runs it, and the hooks that it calls.
 OURS = (
-    "tuned", "starter", "engines/foreign", "launching/exit_codes", "launching/forker", "launching/import_hook",
+    "tuned", "starter", "engines/foreign", "launching/exit_codes", "launching/forker", "launching/import_timeout",
     "launching/rank_exit", "launching/run_script",
 )  # fmt: skip
 HIDDEN = {"<frozen runpy>", "<frozen importlib.util>"} | {str(PACKAGE / f"{name}.py") for name in OURS}

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from hvdtrain.engines import files, user_cache
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching.import_hook import ImportHook
+from hvdtrain.launching.import_timeout import ImportHook
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}  # read at the first compilation
 # Some of its files torch keeps in its own place whatever the variables say, such as compiled headers.
@@ -27,7 +27,7 @@ def use_private(*, needed: bool = False) -> None:
     """
     unset = [name for name in VARIABLES if not os.environ.get(name)]
     if "TORCHINDUCTOR_CACHE_DIR" in unset:
-        kept = user_cache.directory("compiled", "code")
+        kept = files.cache_directory("compiled", "code")
         if kept is None and needed:
             from hvdtrain.inputs.leftovers import tag  # a later start removes it, should this process be killed
 

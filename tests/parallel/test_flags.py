@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import mnist
-from hvdtrain.engines.carried import carries_bf16
+from hvdtrain.engines.compression import carries_bf16
 from hvdtrain.engines.errors import Failure
 from hvdtrain.loop import step as step_module
 from hvdtrain.loop.start import started

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from hvdtrain import training
 from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
 from hvdtrain.checkpoint.checkpoints import Checkpoints
-from hvdtrain.engines.carried import carries_bf16
+from hvdtrain.engines.compression import carries_bf16
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import flatten, floating_buffers
 from hvdtrain.inputs.sharding import epoch_order

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hvdtrain import mnist, training
-from hvdtrain.engines import choice
+from hvdtrain.engines import launchers
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 KUBEFLOW = {"PET_NODE_RANK": "0", "PET_NNODES": "2"}
@@ -32,15 +32,18 @@ ALONE_IN_SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
 )
 def test_the_launcher_decides(environment, with_horovod, without):
     for there, engine in ((True, with_horovod), (False, without)):
-        chosen = choice.choose(environment, installed=lambda there=there: there)
+        chosen = launchers.choose_engine(environment, installed=lambda there=there: there)
         assert chosen.engine == engine
         assert chosen.reason
 
 
 def test_who_has_no_horovod_is_told_how_to_get_it():
-    assert "make setup" in choice.choose(MPIRUN, installed=lambda: False).reason
-    assert "make setup" not in choice.choose(TORCHRUN, installed=lambda: False).reason
-    assert choice.choose(SBATCH).reason == "one process, not the 4 tasks of this Slurm job: srun or mpirun starts them"
+    assert "make setup" in launchers.choose_engine(MPIRUN, installed=lambda: False).reason
+    assert "make setup" not in launchers.choose_engine(TORCHRUN, installed=lambda: False).reason
+    assert (
+        launchers.choose_engine(SBATCH).reason
+        == "one process, not the 4 tasks of this Slurm job: srun or mpirun starts them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_who_has_no_horovod_is_told_how_to_get_it():
 )
 def test_flags_that_one_process_refuses_choose_an_engine_that_takes_them(flags, monkeypatch):
     for there, engine in ((True, "horovod"), (False, "ddp")):
-        monkeypatch.setattr(choice, "horovod_is_installed", lambda there=there: there)
+        monkeypatch.setattr(launchers, "horovod_is_installed", lambda there=there: there)
         assert mnist.parse(flags.split()).engine == engine
 
 
@@ -71,6 +74,6 @@ def test_a_horovod_without_its_extension_is_none(extension, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         monkeypatch.delitem(sys.modules, name)
-    assert choice.horovod_is_installed() == extension
+    assert launchers.horovod_is_installed() == extension
     monkeypatch.setattr(sys, "path", [])
-    assert not choice.horovod_is_installed()
+    assert not launchers.horovod_is_installed()

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.checkpoint import checksums
-from hvdtrain.engines import arithmetic
-from hvdtrain.engines.carried import in_memory_order
-from hvdtrain.engines.compression import GradientCompressor
+from hvdtrain.engines import accelerators
+from hvdtrain.engines.compression import GradientCompressor, in_memory_order
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
@@ -240,7 +239,7 @@ def settings():
     cudnn = {name: getattr(torch.backends.cudnn, name) for name in ("benchmark", "allow_tf32", "deterministic")}
     precision = torch.get_float32_matmul_precision()
     environment = dict(os.environ)
-    for name in arithmetic.REPEATABLE:
+    for name in accelerators.REPEATABLE:
         os.environ.pop(name, None)
     yield
     torch.use_deterministic_algorithms(deterministic)

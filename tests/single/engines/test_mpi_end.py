@@ -8,9 +8,9 @@ import pytest
 SCRIPT = """
 import atexit, sys, threading, time
 from types import SimpleNamespace
-from hvdtrain.engines import mpi_end
+from hvdtrain.engines import horovod
 
-mpi_end.END_SECONDS = 1.0
+horovod.END_SECONDS = 1.0
 atexit.register(print, "an earlier exit handler")
 
 def shutdown():
@@ -26,8 +26,8 @@ basics = SimpleNamespace(shutdown=lambda: time.sleep(1000))
 hvd = SimpleNamespace(barrier={barrier}, shutdown=shutdown, mpi_ops=SimpleNamespace(_basics=basics))
 if {unanswered}:
     atexit.register(basics.shutdown)  # as Horovod does
-mpi_end.shut_down_at_exit(hvd, killed=False)  # of a training before
-mpi_end.shut_down_at_exit(hvd, killed={killed})
+horovod.shut_down_at_exit(hvd, killed=False)  # of a training before
+horovod.shut_down_at_exit(hvd, killed={killed})
 sys.stdout.write("kept, ")
 sys.exit(75)
 """

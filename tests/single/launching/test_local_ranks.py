@@ -20,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.engines import cores, gpu
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import capacity, forker, preload, rank_exit, run_script
+from hvdtrain.launching import forker, preload, rank_exit, run_script
 from hvdtrain.launching.forker import Forker
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.supervisor import Supervisor
@@ -57,21 +58,23 @@ HOST = socket.gethostname()
 def test_gpus_are_counted_without_cuda(devices, visible, gpus, tmp_path):
     for name in devices:
         (tmp_path / name).touch()
-    assert capacity.gpus_here({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == gpus
+    assert gpu.gpus_here({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == gpus
 
 
 def test_ranks_that_do_not_fit_are_refused_with_what_to_type():
-    capacity.refuse_too_many_for_cores(8, 8, "none")
+    cores.refuse_too_many_for_cores(8, 8, "none")
     with pytest.raises(UserError, match=r"but 1 core here: give the task more \(srun --cpus-per-task=8\), use"):
-        capacity.refuse_too_many_for_cores(8, 1, "Slurm")
-    capacity.refuse_too_many_for_gpus(8, 0)  # they train on the CPU
-    capacity.refuse_too_many_for_gpus(4, 4)
+        cores.refuse_too_many_for_cores(8, 1, "Slurm")
+    gpu.refuse_too_many_for_gpus(8, 0)  # they train on the CPU
+    gpu.refuse_too_many_for_gpus(4, 4)
     with pytest.raises(UserError, match=r"--local-ranks 5, but 4 GPUs here: use --local-ranks 4, or add --oversub"):
-        capacity.refuse_too_many_for_gpus(5, 4)
-    cores = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
-    words = [sys.executable, "-m", "hvdtrain.starter", "--local-ranks", str(cores + 1), "-m", "hvdtrain.mnist"]
+        gpu.refuse_too_many_for_gpus(5, 4)
+    here = math.ceil(min(len(os.sched_getaffinity(0)), cpu_quota()))
+    words = [sys.executable, "-m", "hvdtrain.starter", "--local-ranks", str(here + 1), "-m", "hvdtrain.mnist"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    said = f"--local-ranks {cores + 1}, but {cores} core{'s'[: cores > 1]} here: use --local-ranks {cores}, or add --oversub"
+    said = (
+        f"--local-ranks {here + 1}, but {here} core{'s'[: here > 1]} here: use --local-ranks {here}, or add --oversub"
+    )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done
     assert done.stderr.startswith(f"hvdtrain.starter: error: {said}"), done
 
