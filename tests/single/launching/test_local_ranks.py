@@ -500,13 +500,14 @@ def test_hosts_may_bring_different_numbers_of_ranks(start):
     assert lines == [(0, [f"{rank} 6 {rank} 6" for rank in ranks]) for ranks in ([0, 1], [2], [3, 4, 5])], ends
 
 
-def test_a_host_that_still_imports_is_named(start):
+def test_a_host_that_still_imports_is_named(start, tmp_path):
     port = free_port()
     first = start("print('done')", 1, **host(0, 2, port))
-    slow = start("print('done')", 1, settings={"import_seconds": 1.5}, **host(1, 2, port))
-    code, out, err = first.ends()
-    assert (code, out) == (0, "done\n"), err
-    assert f"still importing: {HOST}" in err
+    slow = start("print('done')", 1, settings={"import_until": str(tmp_path / "told")}, **host(1, 2, port))
+    while f"still importing: {HOST}" not in (line := first.process.stderr.readline()):
+        assert line  # it has not ended
+    (tmp_path / "told").touch()
+    assert first.ends()[:2] == (0, "done\n")
     assert slow.ends() == (0, "done\n", "")
 
 

@@ -19,6 +19,8 @@ def no_preload(source: str, asked: list[str]) -> None:
     for name in asked if SETTINGS.get("import") else ():
         importlib.import_module(name)
     time.sleep(SETTINGS.get("import_seconds", 0.0))
+    while "import_until" in SETTINGS and not os.path.exists(SETTINGS["import_until"]):  # noqa: PTH110
+        time.sleep(0.05)
     if "import_error" in SETTINGS:
         raise ZeroDivisionError(SETTINGS["import_error"])
 

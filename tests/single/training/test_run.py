@@ -532,6 +532,7 @@ def test_an_epoch_that_the_program_ends_is_ended_also_after_a_resume(stopped, tm
         with training.start(flags) as run:
             net = network()
             model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
             def each(step: Step) -> None:
                 if step.number % 3 == 0:
                     run.end_epoch()
