@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.engines.errors import UserError
 
@@ -95,7 +95,28 @@ class Flags(argparse.Namespace):
     def of_all_ranks(self) -> dict[str, str]:
         """Return the flags that must be the same on all ranks, as text. Paths may differ between hosts."""
         given = self.given().items()
-        return {name: str(value) for name, value in given if not names_files(value) and name != "data_dir"}
+        return {name: str(plain(value)) for name, value in given if not names_files(value) and name != "data_dir"}
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON that a later start of the same command has, too. Tuples, tensors and arrays become lists, sets
+    sorted lists, other objects text."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # where an object is in memory
+
+
+def alike(one: object, other: object) -> bool:
+    """Return whether two values of `plain` are the same. NaN, which is not equal to itself, is."""
+    return one == other or repr(one) == repr(other)
 
 
 def expanded(path: Path) -> Path:

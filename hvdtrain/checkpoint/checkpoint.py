@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines import atomic, files
+from hvdtrain.engines.errors import UserError
+from hvdtrain.models.weight_files import MOST_HEADER_BYTES, MOST_TENSORS, refuse_large_header
 
 if TYPE_CHECKING:
     from hvdtrain.engines.lock import Lock
@@ -29,10 +31,8 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
-FORMAT = 4
+FORMAT = 5
 OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
-MOST_BYTES = 2**25
-MOST_VALUES = 2**21  # each takes up to 64 bytes of memory: 60 MB of brackets took 3.6 GB
 
 
 def name_of(step: int) -> str:
@@ -56,11 +56,7 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock |
     holds after a power failure. lock: on the directory above. If that has been moved, nothing is written under its old name,
     where another run may be.
     """
-    import safetensors.torch
-
-    text = json.dumps(facts)
-    require_small(text)  # else it could not be read
-    data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
+    data = dumped(facts, tensors)
     if lock is not None:
         lock.require_in_place()
     files.make_directory(path.parent)
@@ -70,16 +66,27 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock |
             lock.require_in_place()  # also while it was written, which may take long
 
 
-def parsed(content: str) -> Any:
-    """Return the JSON. Raises ValueError if it would take too much memory."""
-    require_small(content)
-    return json.loads(content)
+def require_readable(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError for what `reading.read` would refuse."""
+    if len(tensors) > MOST_TENSORS:
+        message = (
+            f"a checkpoint would hold {len(tensors):,} tensors, and one of more than {MOST_TENSORS:,} cannot be read"
+        )
+        raise UserError(f"{message}: let state_dict() stack small ones, torch.stack(tensors)")
+    size = len(json.dumps(facts)) + 200 * len(tensors)
+    if size > MOST_HEADER_BYTES:
+        message = f"flags and data would take {size:,} bytes in a checkpoint"
+        raise UserError(
+            f"{message}, and more than {MOST_HEADER_BYTES:,} cannot be read: give run.describe_data() a checksum instead"
+        )
 
 
-def require_small(content: str) -> None:
-    """Raise ValueError if the JSON would take too much memory to be read."""
-    if len(content) > MOST_BYTES or sum(map(content.count, "[{,")) > MOST_VALUES:
-        raise ValueError(f"its facts are more than {MOST_BYTES:,} bytes or {MOST_VALUES:,} values")
+def dumped(facts: Facts, tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the content of a file."""
+    import safetensors.torch
+
+    text = json.dumps(facts)
+    return safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
 
 
 def lacks_memory(error: Exception) -> bool:
@@ -92,12 +99,10 @@ def read_facts(path: Path) -> Facts:
     """Return the facts alone, unverified; {} where they are damaged. Raises OSError if they cannot be read."""
     import safetensors
 
-    from hvdtrain.models.weight_files import refuse_large_header
-
     try:
         refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt") as file:
-            facts = parsed((file.metadata() or {})["facts"])
+            facts = json.loads((file.metadata() or {})["facts"])
     except OSError:
         raise
     except Exception as error:

@@ -61,6 +61,7 @@ class Checkpoints:
         self._last_good: str | None = None
         self._writer: Writer | None = None
         self._ends = False  # training is over
+        self._read_back = False  # the first checkpoint of this run
 
     def open(self, data: Mapping[str, object]) -> None:
         """Compare this run with the checkpoint that it is resumed from, and begin to write new ones. Raises UserError on
@@ -192,7 +193,12 @@ class Checkpoints:
             "input": self._size_of(source),
             "split": source.split if source is not None else (self.resume.facts or {}).get("split"),
         }
-        self._writer.put(content.facts, contents.snapshot(content.live, heartbeat) | content.tensors)
+        tensors = contents.snapshot(content.live, heartbeat) | content.tensors
+        if not self._read_back:  # with the code of a resume, and compared; later ones have the same form
+            self._read_back = True
+            checkpoint.require_readable(content.facts, tensors)
+            self.objects.require_as_saved(content, tensors)
+        self._writer.put(content.facts, tensors)
 
     def _size_of(self, source: Input | None) -> Facts:
         if source is not None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from hvdtrain.checkpoint.contents import IMPLEMENTATION, plain
-from hvdtrain.flags import Flags
+from hvdtrain.checkpoint.contents import IMPLEMENTATION
+from hvdtrain.flags import Flags, alike, plain
 from hvdtrain.loop.state import Initial
 
 MOST_NAMED = 3  # differences listed in one message
@@ -31,13 +31,15 @@ def differences(
 ) -> list[Difference]:
     """Return what differs between the checkpoint's facts and this run, and would change the result.
 
-    config, data: of this run, as `contents.plain` gives them.
+    config, data: of this run, as `flags.plain` gives them.
     """
     began = Initial(**facts["initial"])
     unlike = other_flags(facts, flags, config, ranks)
     unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences
     unlike += [
-        Difference(name, there, data.get(name)) for name, there in facts["data"].items() if there != data.get(name)
+        Difference(name, there, data.get(name))
+        for name, there in facts["data"].items()
+        if not alike(there, data.get(name))
     ]
     if flags.reduction != "average" and began.ranks != ranks:
         unlike.append(Difference("the number of ranks, on which this --reduction depends", began.ranks, ranks))
@@ -58,7 +60,7 @@ def other_flags(facts: Mapping[str, Any], flags: Flags, config: Mapping[str, obj
     return [
         Difference(f"--{name.replace('_', '-')}", theirs[name], mine)
         for name, mine in config.items()
-        if name not in allowed and theirs.get(name, mine) != mine
+        if name not in allowed and not alike(theirs.get(name, mine), mine)
     ]
 
 
@@ -117,7 +119,7 @@ def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for number, pair in enumerate(zip(there, here, strict=True)):
             yield from other_choices(*pair, f"{name} {number}")
-    elif not (there == here or _nearly(there, here)):
+    elif not (alike(there, here) or _nearly(there, here)):
         yield Difference(name, there, here)
 
 

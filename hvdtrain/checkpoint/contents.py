@@ -1,6 +1,7 @@
 """The content of a checkpoint: tensors and JSON, made of models, optimizers and other objects. loading.py is the reverse.
 
 model.NAME, or models.K.NAME        parameters and buffers of the single model, or of model K of several
+objects                             optimizers and registered objects: JSON as uint8, with places for their tensors
 optimizer.N, or optimizers.K.N      tensor N of the optimizer's state_dict
 registered.NAME.N                   tensor N of the object registered under NAME (`Run.register`)
 buffers, statistics.NAME            [ranks, n]: each rank's own buffers, of the models and of the registered module NAME
@@ -13,7 +14,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +23,18 @@ from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, named_parameters, own_name
-from hvdtrain.engines.portable import to_json
+from hvdtrain.engines.portable import NotStored, to_json
 
+OBJECTS = "objects"
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
 REGISTER = "register the same objects as when it was written, or --resume never"
 
 
-def plain(value: object) -> object:
-    """Return `value` as it would be read back from JSON: tuples and tensors become lists or numbers, other
-    objects such as paths become strings."""
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+class States(NamedTuple):
+    """What the objects of a run have returned as their state, before it was encoded."""
+
+    optimizers: list[Any]
+    registered: dict[str, Any]  # by name, without modules
 
 
 def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
@@ -66,33 +65,38 @@ def prefixes(kind: str, count: int) -> list[str]:
 def collect(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any],
     heartbeat: Callable[[], None] = lambda: None,
-) -> tuple[Facts, dict[str, Tensor]]:  # fmt: skip
-    """Return all state: the facts (JSON), and the tensors by name. They are not copied: see `snapshot`.
+) -> tuple[Facts, dict[str, Tensor], States]:  # fmt: skip
+    """Return all state: the facts (JSON), the tensors by name, which are not copied (see `snapshot`), and what was encoded.
 
     heartbeat: called for each registered object.
     """
     tensors: dict[str, Tensor] = {}
     for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
         tensors |= {f"{prefix}{name}": tensor for name, tensor in tensors_of(model).items()}
-    states = []
+    states, packed_optimizers = States([], {}), []
     for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
-        with storable(f"the state of {type(optimizer).__name__}", "use another optimizer"):
-            states.append(pack(optimizer.state_dict(), prefix, tensors))
+        states.optimizers.append(state := optimizer.state_dict())
+        packed_optimizers.append(pack(state, prefix, tensors, *about_optimizer(optimizer)))
     packed = {}
     for name, what in registered.items():
-        whole = tensors_of(what) if isinstance(what, nn.Module) else what.state_dict()
-        remedy = "leave it out, or register an object whose state_dict has only numbers, strings and tensors"
-        with storable(f"run.register({name}=...): its state_dict", remedy):
-            packed[name] = pack(whole, f"registered.{name}.", tensors)
+        prefix, about = f"registered.{name}.", about_registered(name)
+        if isinstance(what, nn.Module):  # whose own memory takes the values
+            packed[name] = {key: pack(one, f"{prefix}{key}.", tensors, *about) for key, one in tensors_of(what).items()}
+        else:
+            states.registered[name] = state = what.state_dict()
+            packed[name] = pack(state, prefix, tensors, *about)
         heartbeat()
     require_storable(tensors)
-    return {
-        "optimizers": states,
-        "optimizer_types": types_of(optimizers),
-        "parameters": [names_of(optimizer, models) for optimizer in optimizers],
-        "registered": packed,
-        "registered_types": {name: type_of(what) for name, what in registered.items()},
-    }, tensors
+    tensors[OBJECTS] = encoded({"optimizers": packed_optimizers, "registered": packed})
+    return (
+        {
+            "optimizer_types": types_of(optimizers),
+            "parameters": [names_of(optimizer, models) for optimizer in optimizers],
+            "registered_types": {name: type_of(what) for name, what in registered.items()},
+        },
+        tensors,
+        states,
+    )
 
 
 def require_storable(tensors: Mapping[str, Tensor]) -> None:
@@ -145,24 +149,36 @@ def types_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     return [type(optimizer).__name__ for optimizer in optimizers]
 
 
+def about_optimizer(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+    """Return what to call its state in a message, and the remedy if it cannot be saved."""
+    return f"the state of {type(optimizer).__name__}", "keep to numbers, text, tensors and collections of these"
+
+
+def about_registered(name: str) -> tuple[str, str]:
+    """Return what to call the state of a registered object in a message, and the remedy if it cannot be saved."""
+    remedy = "leave it out, or let its state_dict have only numbers, text, tensors and collections of these"
+    return f"run.register({name}=...): its state_dict", remedy
+
+
 @contextlib.contextmanager
 def storable(what: str, remedy: str) -> Iterator[None]:
     """Raise UserError for an object that `portable.to_json` refuses. what: its name, and the remedy."""
     try:
         yield
-    except TypeError as error:
+    except NotStored as error:
         raise UserError(f"{what} holds a {error}, which a checkpoint cannot store: {remedy}") from error
 
 
-def pack(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON, and add its tensors to `tensors`, as PREFIX and a number. Raises TypeError: `storable`."""
+def pack(value: Any, prefix: str, tensors: dict[str, Tensor], what: str, remedy: str) -> Any:
+    """Return `value` as JSON, and add its tensors to `tensors`, as PREFIX and a number. Raises UserError: `storable`."""
     numbers = itertools.count()
 
     def put(tensor: Tensor) -> str:
         tensors[name := f"{prefix}{next(numbers)}"] = tensor
         return name
 
-    return to_json(value, put)
+    with storable(what, remedy):
+        return to_json(value, put)
 
 
 def encoded(value: Any) -> Tensor:

@@ -2,6 +2,8 @@
 match them."""
 
 import contextlib
+import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -11,12 +13,24 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.contents import IMPLEMENTATION, REGISTER, names_of, plain, prefixes, tensors_of, types_of
+from hvdtrain.checkpoint.contents import (
+    IMPLEMENTATION,
+    OBJECTS,
+    REGISTER,
+    States,
+    about_optimizer,
+    about_registered,
+    decoded,
+    names_of,
+    prefixes,
+    tensors_of,
+    types_of,
+)
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.broadcasts import lay_state_as_weights
+from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import own_name
-from hvdtrain.engines.portable import TENSOR, from_json
+from hvdtrain.engines.portable import TENSOR, difference, from_json
 from hvdtrain.models.weight_files import require_match
 
 
@@ -45,11 +59,55 @@ def load(
     if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
         message = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
         raise UserError(f"the checkpoint does not match the optimizer ({message}): check --optimizer")
-    load_optimizers(
-        optimizers, models, [unpack(packed, tensors) for packed in facts["optimizers"]], facts["parameters"]
-    )
+    states = [unpack(packed, tensors) for packed in decoded(tensors[OBJECTS])["optimizers"]]
+    load_optimizers(optimizers, models, states, facts["parameters"])
     with explained():
         scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
+
+
+def require_as_saved(
+    states: States, facts: Facts, tensors: Mapping[str, Tensor], models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:  # fmt: skip
+    """Raise UserError if a resume would not have what a checkpoint was made of. Of optimizers, this needs their own code.
+
+    states: what was saved. facts, tensors: the checkpoint. Called for the first one of a run, before hours are lost.
+    """
+    held = decoded(tensors[OBJECTS])
+    for name, saved in states.registered.items():
+        if why := difference(saved, unpack(held["registered"][name], tensors)):
+            what, remedy = about_registered(name)
+            raise UserError(f"{what} cannot be restored: {why}: {remedy}")
+    for number, (optimizer, saved) in enumerate(zip(optimizers, states.optimizers, strict=True)):
+        what, remedy = about_optimizer(optimizer)
+        read = unpack(held["optimizers"][number], tensors)
+        why = difference(saved, read)
+        if not why and (twin := twin_of(optimizer)) is not None:
+            try:
+                load_optimizers([twin], models, [read], [facts["parameters"][number]])
+                why = difference(saved, twin.state_dict())
+            except UserError as error:
+                why = str(error)
+        if why:
+            raise UserError(f"{what} cannot be restored: {why}: {remedy}")
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return an optimizer of the same class and parameters, into which a state can be loaded without harm; None: there is no
+    memory for the state of another one, or its class loads it in a way of its own and cannot be copied."""
+    if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
+        return None
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    twin.state = defaultdict(dict)
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    if getattr(type(optimizer).load_state_dict, "__qualname__", "") != "Optimizer.load_state_dict":
+        memo: dict[int, Any] = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+        try:
+            vars(twin).update(copy.deepcopy(vars(twin), memo))
+        except Exception:  # any: of a process group, or of the author's own
+            return None
+    return twin
 
 
 @contextlib.contextmanager
@@ -129,8 +187,7 @@ def load_optimizers(
             place = {name: number for number, name in enumerate(chain.from_iterable(here))}
             moved = {number: place[name] for number, name in enumerate(chain.from_iterable(there))}
             state = {moved.get(key, key): value for key, value in held["state"].items()}
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-            lay_state_as_weights(optimizer)
+            load_exactly(optimizer, {"state": state, "param_groups": groups})
 
 
 def require_number(name: str, mine: Any, theirs: Any) -> None:
@@ -152,4 +209,4 @@ def like(name: str, mine: Any, theirs: Any) -> Any:
     require_number(name, mine, theirs)
     if isinstance(mine, Tensor):
         return torch.as_tensor(theirs, dtype=mine.dtype, device=mine.device)
-    return plain(theirs) if isinstance(theirs, Tensor) else theirs
+    return theirs.tolist() if isinstance(theirs, Tensor) and mine is not None else theirs

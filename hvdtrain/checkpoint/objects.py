@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
@@ -58,10 +58,19 @@ class Objects(Part):
         if not content.writes:
             return
         models, optimizers = self._prepared.models, self._prepared.optimizers
-        facts, tensors = contents.collect(models, optimizers, self.registered, content.heartbeat)
+        facts, tensors, content.states = contents.collect(models, optimizers, self.registered, content.heartbeat)
         facts["registered_types"] |= content.facts["registered_types"]  # those of generators (randomness.py)
         content.facts |= facts | {"scaler": self._prepared.scaler.state_dict(), "chosen": self._chosen}
+        content.tensors[contents.OBJECTS] = tensors.pop(contents.OBJECTS)
         content.live |= tensors
+
+    def require_as_saved(self, content: Content, tensors: dict[str, Tensor]) -> None:
+        """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
+        from hvdtrain.checkpoint import loading
+
+        assert content.states is not None
+        models, optimizers = self._prepared.models, self._prepared.optimizers
+        loading.require_as_saved(content.states, content.facts, tensors, models, optimizers)
 
     def restore(self, content: Content) -> None:
         from hvdtrain.checkpoint import loading
@@ -122,12 +131,14 @@ class Objects(Part):
 
         for name, what in objects.items():
             self.require_registered(name, what)
-            if name not in content.facts["registered"]:
-                raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
         with self._engine.raising_together("checkpoint"):
             self._resume.require_choices(chosen)
+        held = contents.decoded(content.tensors[contents.OBJECTS])["registered"] if content.held is not None else {}
+        packed_states = self._engine.broadcast_object({name: held.get(name) for name in objects}, "registered")
         for name, what in objects.items():
-            packed = content.facts["registered"][name]
+            packed = packed_states[name]
+            if packed is None:
+                raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
             state = loading.unpack_everywhere(self._engine, packed, content.tensors, f"registered.{name}")
             if self._resume.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)

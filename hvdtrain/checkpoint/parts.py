@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hvdtrain.checkpoint.checkpoint import Facts
+from hvdtrain.checkpoint.contents import States
 
 
 class Moment(NamedTuple):
@@ -30,6 +31,7 @@ class Content:
     ):  # fmt: skip
         self.facts, self.moment, self.writes, self.heartbeat = facts, moment, writes, heartbeat
         self.tensors = {} if tensors is None else tensors
+        self.states: States | None = None  # what the objects have returned, before it was encoded
         self.live: dict[str, Tensor] = {}  # when saving: tensors that the next step changes, so `snapshot` copies them
 
     @property

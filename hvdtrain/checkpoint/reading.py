@@ -1,8 +1,10 @@
 """Reads checkpoint files, and finds the newest and the best one that is valid."""
 
+import contextlib
 import errno
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -15,10 +17,8 @@ from hvdtrain.checkpoint.checkpoint import (
     lacks_memory,
     listed,
     name_of,
-    parsed,
     read_facts,
 )
-from hvdtrain.checkpoint.facts import require_sound
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weight_files import refuse_large_header
 from hvdtrain.output.metric_names import best_of
@@ -48,11 +48,7 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
         text = metadata["facts"]
         if digest(text, tensors) != metadata["sha256"]:
             raise Damaged("its checksum does not match its content")
-        facts = parsed(text)
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-            raise UserError(f"{path}: {OTHER_VERSION}")
-        require_sound(facts, tensors)
-    except (Damaged, OSError, UserError):
+    except (Damaged, OSError):
         raise
     except KeyError as error:
         raise Damaged(f"it has no {error} in its header") from error
@@ -61,46 +57,67 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
             remedy = "free some, or use a host with more; nothing was changed"
             raise Failure(f"checkpoint {path} cannot be read: not enough memory: {remedy}") from error
         raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    # Its bytes are those that were written: what follows is no damage, and an older one would not do instead.
+    with understood(f"{path}: "):
+        facts = json.loads(text)
+        if facts["format"] != FORMAT:
+            raise ValueError(facts["format"])
     return facts, tensors
+
+
+@contextlib.contextmanager
+def understood(label: str = "") -> Iterator[None]:
+    """Turn what is raised by a checkpoint that has not what this version writes into a UserError. label: before its text."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{label}{OTHER_VERSION}", everywhere=not label) from error
 
 
 def newest(
     directory: Path, warn: Callable[[str], None], *, keep_names: bool = False
 ) -> tuple[Facts, dict[str, Tensor]] | None:
-    """Return facts and tensors of the newest valid checkpoint, or None. Damaged files are renamed, unless `keep_names`, and
-    reported to `warn`. Raises Failure if there are some, and none can be read for now."""
+    """Return facts and tensors of the newest valid checkpoint; None if there is no checkpoint.
+
+    Damaged files that are newer are renamed, unless `keep_names`, and reported to `warn`. Raises UserError if all are
+    damaged, and Failure if some cannot be read for now: nothing is changed, and training does not begin anew.
+    """
     unread: list[OSError] = []
+    damaged: dict[Path, Damaged] = {}
+    content = None
     try:
         paths = listed(directory)
     except OSError as error:
         paths, unread = [], [error]
     for path in paths:
         try:
-            facts, tensors = read(path)
-            own = path.with_name(own_name(facts, path.name))
+            content = read(path)
+            own = path.with_name(own_name(content[0], path.name))
             if own == path or (keep_names and not own.exists()):
-                return facts, tensors
-            rename(path, own, warn)
+                break
+            if own.exists():
+                raise Damaged(f"it is a copy of {own.name}")
+            path.rename(own)
+            warn(f"checkpoint {path} is of another step: renamed to {own.name}")
             return newest(directory, warn)
         except OSError as error:  # may be temporary: do not rename the file
             unread.append(error)
             warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
         except Damaged as error:
-            where = "" if keep_names else f": {put_aside(path)}"
-            warn(f"checkpoint {path} is damaged ({error}){where}; trying the previous one")
-    if unread:
+            damaged[path] = error
+        content = None
+    if content is None and unread:
         remedy = "nothing was changed; start again once it can be read, or use another --output-dir"
         reason = unread[0].strerror or unread[0]
         raise Failure(f"no checkpoint in {directory} can be read ({reason}): {remedy}") from unread[0]
-    return None
-
-
-def rename(path: Path, own: Path, warn: Callable[[str], None]) -> None:
-    """Give a checkpoint its `own` name. Raises Damaged if there is one of this name."""
-    if own.exists():
-        raise Damaged(f"it is a copy of {own.name}")
-    path.rename(own)
-    warn(f"checkpoint {path} is of another step: renamed to {own.name}")
+    if content is None and damaged:
+        path, why = next(iter(damaged.items()))
+        remedy = "put one back from a copy, or begin anew with --resume never"
+        raise UserError(f"all checkpoints in {directory} are damaged ({path.name}: {why}): {remedy}") from why
+    for path, why in damaged.items():
+        where = "" if keep_names else f": {put_aside(path)}"
+        warn(f"checkpoint {path} is damaged ({why}){where}; trying the previous one")
+    return content
 
 
 def own_name(facts: Facts, name: str) -> str:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hvdtrain.checkpoint import checkpoint, contents
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.comparison import Difference, differences, in_words, other_choices, other_lengths
 from hvdtrain.checkpoint.parts import Content
 from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
-from hvdtrain.flags import Flags
+from hvdtrain.flags import Flags, plain
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.splits import SPLIT
 from hvdtrain.loop.schedules import LENGTHS
@@ -78,8 +78,6 @@ class Resume:
             from hvdtrain.checkpoint import reading
 
             self._content = reading.find(resume, f"--resume {resume}", self._warn)
-        if self._content is None and self._warnings:
-            self._warn("no checkpoint is valid: training starts from the beginning")
 
     def _open_to_evaluate(self, evaluate: Path | str) -> None:
         """Read a checkpoint of a run that may still be training: nothing of it is changed."""
@@ -132,7 +130,7 @@ class Resume:
     def begin(self) -> TrainState:
         """Return the position in training, on every rank. A collective."""
         self._asked = self._flags.given()
-        self.typed = {name: contents.plain(value) for name, value in self._flags.typed.items()}
+        self.typed = {name: plain(value) for name, value in self._flags.typed.items()}
         shared = self._content[0] if self._content is not None else None
         self.facts = self.engine.broadcast_object(shared, "checkpoint.facts")
         if self.facts is None:
@@ -168,10 +166,10 @@ class Resume:
         """
         now = self._flags.given()
         config = {name: now[name] if value is None else value for name, value in self._asked.items()}
-        self.config = {name: contents.plain(value) for name, value in config.items()}
+        self.config = {name: plain(value) for name, value in config.items()}
         if self.facts is not None:
             self.lengthened = other_lengths(self.facts, self.config)
-        self.data = {name: contents.plain(value) for name, value in data.items()}
+        self.data = {name: plain(value) for name, value in data.items()}
         if self.engine.rank != 0:
             return
         unlike = []

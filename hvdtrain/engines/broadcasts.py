@@ -1,15 +1,16 @@
 """What rank 0 has, given to all ranks: models, the state of optimizers, nested values."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.collectives import Collectives, Facts
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import all_tensors
-from hvdtrain.engines.portable import TENSOR, Held, from_json, to_json
+from hvdtrain.engines.portable import TENSOR, Held, NotStored, from_json, to_json
 
 
 def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
@@ -19,6 +20,43 @@ def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, held: dict[str, Any]) -> None:
+    """Load a state_dict as it was. Trap: torch converts all state to the type of the weight, and makes other text of text.
+
+    The next step would compute with other bits, or fail, where the state is float16, an integer or bool.
+    """
+    state = {number: _without_text(values) for number, values in held["state"].items()}
+    optimizer.load_state_dict(held | {"state": state})
+    for number, values in optimizer.state_dict()["state"].items():
+        if number in held["state"]:
+            _as_held(held["state"][number], values)
+    lay_state_as_weights(optimizer)
+
+
+def _without_text(value: Any) -> Any:
+    """Return nested values without what torch would make anew of its parts, wrongly: text, arrays, namedtuples."""
+    if type(value) is dict:
+        return {key: _without_text(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_text, value))
+    return None if isinstance(value, Iterable) and not isinstance(value, Tensor) else value
+
+
+def _as_held(held: Any, loaded: Any) -> Any:
+    """Return `held` with the tensors of `loaded` that were not converted. Dictionaries and lists are changed in place."""
+    if isinstance(held, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == held.dtype else held.to(loaded.device)
+    if isinstance(held, dict) and isinstance(loaded, dict):
+        loaded.update({key: _as_held(value, loaded[key]) for key, value in held.items() if key in loaded})
+    elif type(held) is list and type(loaded) is list:
+        loaded[:] = map(_as_held, held, loaded)
+    elif type(held) is tuple and type(loaded) is tuple:
+        return tuple(map(_as_held, held, loaded))
+    elif loaded is None:  # left out by `_without_text`
+        return held
+    return loaded
 
 
 class Broadcasts(Collectives):
@@ -47,7 +85,12 @@ class Broadcasts(Collectives):
         ]
         # The structure comes first, so that ranks without state (only rank 0 reads the checkpoint) can receive the rest.
         # On the CPU: `step` of optimizers that are not fused. On a GPU, each would be read back in every step.
-        plan = to_json([local["state"], settings], put) if self.rank == 0 else None
+        try:
+            plan = to_json([local["state"], settings], put) if self.rank == 0 else None
+        except NotStored as error:
+            remedy = "keep to numbers, text, tensors and collections of these"
+            message = f"the settings of {type(optimizer).__name__} hold a {error}, which ranks cannot exchange"
+            raise UserError(f"{message}: {remedy}") from error
         packed, on_cpu = self.broadcast_object(
             [plan, [tensor.device.type == "cpu" for tensor in sent]], "optimizer.plan"
         )
@@ -55,8 +98,7 @@ class Broadcasts(Collectives):
         state, settings = self.broadcast_tensors(packed, sent.__getitem__, "optimizer", devices.__getitem__)
         if self.rank != 0:
             groups = [mine | theirs for mine, theirs in zip(local["param_groups"], settings, strict=True)]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-            lay_state_as_weights(optimizer)
+            load_exactly(optimizer, {"state": state, "param_groups": groups})
 
     def broadcast_tensors(
         self, packed: Any, find: Callable[[Any], Tensor], name: str,
@@ -88,7 +130,7 @@ class Broadcasts(Collectives):
         if self.rank == 0:
             content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.broadcast_(content, name)
-        return json.loads(bytes(content.tolist()))
+        return json.loads(content.numpy().tobytes())
 
     def broadcast_nested(self, saved: tuple[list[Facts], Tensor] | None, name: str) -> tuple[list[Facts], Tensor]:
         """Return on every rank what `all_gather_nested` returned. saved: on rank 0."""

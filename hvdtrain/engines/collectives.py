@@ -117,7 +117,7 @@ class Collectives(ABC):
         """Raise UserError on every rank if `value` (JSON-serializable) differs between ranks. A collective."""
         values = self.all_gather_object(value, f"equal.{what}")
         for rank, other in enumerate(values):
-            if other != values[0]:
+            if other != values[0] and repr(other) != repr(values[0]):  # NaN is not equal to itself
                 message = f"ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}: {remedy}"
                 raise UserError(message, everywhere=True)
 

@@ -1,21 +1,52 @@
-"""Nested values as JSON and back, such as the state of a data set. What JSON does not have is an object with a key of OWN.
+"""Nested values as JSON and back, exactly: the same types and values, and what was one object is one again.
 
-Not pickle: a checkpoint holds no code.
+Not pickle: a checkpoint holds no code, and reading one runs none. What is not listed here is refused when it is saved.
+
+None, bool, int, float, str    as JSON has them
+list, dict with keys of str    as JSON has them
+a tensor                       {TENSOR: where its bytes are, "shape": ..., "dtype": ...}
+all others                     {KIND: name, "value": ..., "more": what else it takes to make it}
+an object that was met before  {KIND: "same", "value": its number}: lists, mappings, sets, arrays and tensors are counted
 """
 
 import base64
+import enum
 import math
 import sys
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-TENSOR, ITEMS, TUPLE, BYTES, ARRAY = OWN = ("__tensor__", "__items__", "__tuple__", "__bytes__", "__array__")
+TENSOR, KIND = MARKS = ("__tensor__", "__kind__")
 Held = dict[str, Any]  # JSON: what stands for a tensor: its place, shape and dtype
+
+SCALARS = frozenset([type(None), bool, float, str])
+SEQUENCES: Mapping[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset, "deque": deque}
+MAPPINGS: Mapping[str, type] = {
+    "dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict,
+}  # fmt: skip
+NAMES = {kind: name for name, kind in (*SEQUENCES.items(), *MAPPINGS.items())}
+FACTORIES: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, str, list, dict, set, tuple, Counter)}
+COUNTED = frozenset([list, set, deque, bytearray, *MAPPINGS.values()])  # and arrays and tensors: they can be changed
+NUMBERS = "biufcmMSU"  # kinds of numpy's dtypes whose bytes are all of their value
+LONGEST_INT = 2**2048  # Python's limit for reading digits is twice as long
+DEEPEST = 100  # levels: each takes up to three of Python's 1,000 frames, also when it is read
+
+
+class NotStored(TypeError):
+    """A value that cannot be saved. The message says what it is and where, such as "Decimal at ['rates'][3]"."""
+
+    def __init__(self, what: str):
+        super().__init__(what)
+        self.what, self.place = what, ""
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place}" if self.place else self.what
 
 
 def described(tensor: Tensor, place: object) -> Held:
@@ -23,10 +54,14 @@ def described(tensor: Tensor, place: object) -> Held:
     return {TENSOR: place, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as uint8 [n], on the CPU."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
 def embedded(tensor: Tensor) -> str:
     """Return the tensor's bytes as text."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return base64.b64encode(flat.view(torch.uint8).numpy().data).decode() if flat.numel() else ""
+    return base64.b64encode(bytes_of(tensor).numpy().data).decode() if tensor.numel() else ""
 
 
 def extracted(value: Held) -> Tensor:
@@ -36,84 +71,358 @@ def extracted(value: Held) -> Tensor:
 
 
 def to_json(value: Any, put: Callable[[Tensor], object] = embedded) -> Any:
-    """Return `value` as JSON. Raises TypeError, with the name of its type, for an object that is no number, text, bytes,
-    tensor, array, or list, tuple or dictionary of these.
+    """Return `value` as JSON. Raises NotStored for what is not in the list above.
 
     put: called for each tensor, and for the bytes of others; returns its place, as JSON.
     """
-    numpy = sys.modules.get("numpy")
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if type(value) is list:
-        return [to_json(item, put) for item in value]
-    if isinstance(value, dict):
-        if all(type(key) is str and key not in OWN for key in value):
-            return {key: to_json(item, put) for key, item in value.items()}
-        return {ITEMS: [[to_json(key, put), to_json(item, put)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {TUPLE: [to_json(item, put) for item in value]}
-    if isinstance(value, Tensor):
-        return described(value, put(value))
-    if isinstance(value, (bytes, bytearray)):
-        content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-        return {BYTES: described(content, put(content))}
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        return {ARRAY: [value.dtype.str, list(value.shape), to_json(value.tobytes(), put)]}
-    if numpy is not None and isinstance(value, numpy.generic):
-        return to_json(value.item(), put)
-    raise TypeError(type(value).__name__)
+    return _Encoder(put).encode(value)
 
 
 def from_json(value: Any, get: Callable[[Held], Tensor] = extracted) -> Any:
-    """Return what was given to `to_json`. get: called for each tensor, in the same order; returns it."""
-    if isinstance(value, list):
-        return [from_json(item, get) for item in value]
-    if not isinstance(value, dict):
+    """Return what was given to `to_json`. get: called for each tensor, in the same order; returns it.
+
+    Raises KeyError, TypeError, ValueError or IndexError for JSON that `to_json` has not made.
+    """
+    return _Decoder(get).decode(value)
+
+
+def is_array(value: object) -> bool:
+    """Return whether `value` is an array of numpy, and of no class derived from that, such as a masked one."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether `value` is a number or text of numpy, such as float64, which is a Python float, too."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def identity(value: Any) -> object:
+    """Return the same for two names of one object that can be changed; None: it cannot be changed.
+
+    `detach` and `data` make new objects for the memory of one tensor, so of a tensor, memory and shape count.
+    """
+    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.numel() and not value.is_meta:
+        return type(value), value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+    counted = type(value) in COUNTED or isinstance(value, Tensor) or is_array(value)
+    return id(value) if counted else None
+
+
+def is_long(number: int) -> bool:
+    """Return whether JSON cannot have this number: Python does not read as many digits."""
+    return not -LONGEST_INT < number < LONGEST_INT
+
+
+def class_named(module: str, name: str) -> Any:
+    """Return a class by the names of its module and in it. Nothing is imported, and no code runs. Raises ValueError."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if not isinstance(found, type):
+        raise ValueError(f"there is no class {name} in {module} now")
+    return found
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Return whether a class is that of a namedtuple."""
+    return issubclass(kind, tuple) and isinstance(kind.__dict__.get("_fields"), tuple)
+
+
+class _Encoder:
+    def __init__(self, put: Callable[[Tensor], object]):
+        self._put, self._depth = put, 0
+        self._numbers: dict[object, int] = {}  # by identity, in the order in which they are met
+        self._spans: dict[object, list[tuple[int, int]]] = {}  # first and last byte of what lies in one memory
+
+    def encode(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in SCALARS:
+            return value
+        if kind is int:
+            return {KIND: "int", "value": hex(value)} if is_long(value) else value
+        if (known := identity(value)) is not None:
+            if known in self._numbers:
+                return {KIND: "same", "value": self._numbers[known]}
+            self._numbers[known] = len(self._numbers)
+        self._depth += 1
+        try:
+            return self._encode_other(value, kind)
+        finally:
+            self._depth -= 1
+
+    def _encode_other(self, value: Any, kind: type) -> Any:
+        if self._depth > DEEPEST:
+            raise NotStored(f"{kind.__name__} in more than {DEEPEST} others")
+        if kind is list:
+            return self._items(value)
+        if kind is dict and all(type(key) is str and key not in MARKS for key in value):
+            return dict(zip(value, self._items(value.values(), value), strict=True))
+        if kind in NAMES:
+            more = self._more(value)
+            items = self._pairs(value) if isinstance(value, dict) else self._items(value)
+            return {KIND: NAMES[kind], "value": items} | ({} if more is None else {"more": more})
+        if isinstance(value, Tensor):
+            return self._tensor(value, kind)
+        if kind in (bytes, bytearray):
+            return {KIND: kind.__name__, "value": self._bytes(value)}
+        if is_array(value) or is_scalar(value):
+            return self._array(value)
+        if kind is complex:
+            return {KIND: "complex", "value": [value.real, value.imag]}
+        if isinstance(value, enum.Enum) and type(value).__members__.get(value.name) is value:
+            return {KIND: "enum", "value": value.name, "more": self._class(kind)}
+        if is_named_tuple(kind):
+            return {KIND: "namedtuple", "value": self._items(value), "more": self._class(kind)}
+        raise NotStored(kind.__name__)
+
+    def _items(self, items: Iterable[Any], places: Iterable[object] | None = None) -> list[Any]:
+        """Return the items of a collection. places: their keys; None: they are numbered."""
+        if {*map(type, items)} <= SCALARS | {int} and not any(type(one) is int and is_long(one) for one in items):
+            return list(items)  # much faster for a long one
+        encoded: list[Any] = []
+        places = iter(range(sys.maxsize) if places is None else places)
+        for item in items:
+            place = next(places)
+            try:
+                encoded.append(self.encode(item))
+            except NotStored as error:
+                error.place = f"[{place!r}]{error.place}"
+                raise
+        return encoded
+
+    def _pairs(self, value: dict[Any, Any]) -> list[Any]:
+        keys = self._items(value.keys(), value)
+        return [list(pair) for pair in zip(keys, self._items(value.values(), value), strict=True)]
+
+    def _more(self, value: Any) -> Any:
+        """Return what a collection has beside its items."""
+        if isinstance(value, defaultdict) and value.default_factory is not None:
+            name = getattr(value.default_factory, "__name__", type(value.default_factory).__name__)
+            if FACTORIES.get(name) is not value.default_factory:
+                raise NotStored(f"defaultdict with {name} for missing keys")
+            return name
+        if isinstance(value, deque):
+            return value.maxlen
+        if type(value) is OrderedDict:  # `_metadata` of a module's state_dict
+            return self.encode(vars(value)) if vars(value) else None
+        if type(value) is Counter and vars(value):
+            raise NotStored("Counter with attributes")
+        return None
+
+    def _tensor(self, value: Tensor, kind: type) -> Any:
+        if kind not in (Tensor, nn.Parameter):
+            raise NotStored(kind.__name__)
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise NotStored("sparse, quantized or meta tensor")
+        if value.numel():
+            ends = ((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+            memory = value.device, value.untyped_storage().data_ptr()
+            self._require_apart(memory, value.data_ptr(), sum(ends) * value.element_size() + value.element_size())
+        held = described(value, self._put(value.detach()))
+        if kind is nn.Parameter:
+            return {KIND: "parameter", "value": held, "more": value.requires_grad}
+        return {KIND: "leaf", "value": held} if value.requires_grad and value.is_leaf else held
+
+    def _array(self, value: Any) -> Any:
+        if value.dtype.kind not in NUMBERS or not value.dtype.itemsize:
+            raise NotStored(f"{type(value).__name__} of {value.dtype}")
+        if is_array(value) and value.size:
+            numpy, memory = sys.modules["numpy"], value
+            while isinstance(memory.base, numpy.ndarray):
+                memory = memory.base
+            low, high = getattr(numpy.lib, "array_utils", numpy).byte_bounds(value)
+            self._require_apart(("numpy", id(memory)), low, high - low)
+        kind = "array" if is_array(value) else "scalar"
+        return {KIND: kind, "value": self._bytes(value.tobytes()), "more": [value.dtype.str, list(value.shape)]}
+
+    def _require_apart(self, memory: object, first: int, length: int) -> None:
+        """Refuse one that shares only a part of its memory with another: it would be apart when it is read."""
+        spans = self._spans.setdefault(memory, [])
+        if any(first < other[1] and other[0] < first + length for other in spans):
+            raise NotStored("view of a part of another tensor or array (store a copy)")
+        spans.append((first, first + length))
+
+    def _bytes(self, value: bytes | bytearray) -> Held:
+        content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        return described(content, self._put(content))
+
+    def _class(self, kind: type) -> list[str]:
+        try:
+            found = class_named(kind.__module__, kind.__qualname__)
+        except ValueError:
+            found = None
+        if found is not kind:
+            raise NotStored(f"{kind.__name__}, whose class is not at the top of its module")
+        return [kind.__module__, kind.__qualname__]
+
+
+class _Decoder:
+    def __init__(self, get: Callable[[Held], Tensor]):
+        self._get = get
+        self._met: list[Any] = []
+
+    def decode(self, value: Any) -> Any:
+        if type(value) is list:
+            made: list[Any] = []
+            self._met.append(made)  # before its items, as the encoder counts
+            made.extend(self._items(value))
+            return made
+        if type(value) is not dict:
+            return value
+        if TENSOR in value:
+            return self._meet(self._get(value))
+        if KIND in value:
+            return self._decode_other(value[KIND], value["value"], value.get("more"))
+        mapping: dict[str, Any] = self._meet({})
+        for key, item in value.items():
+            mapping[key] = self.decode(item)
+        return mapping
+
+    def _meet(self, value: Any) -> Any:
+        self._met.append(value)
         return value
-    if TENSOR in value:
-        return get(value)
-    if ITEMS in value:
-        return {from_json(key, get): from_json(item, get) for key, item in value[ITEMS]}
-    if TUPLE in value:
-        return tuple(from_json(item, get) for item in value[TUPLE])
-    if BYTES in value:
-        return get(value[BYTES]).numpy().tobytes()
-    if ARRAY in value:
-        import numpy
 
-        dtype, shape, data = value[ARRAY]
-        return numpy.frombuffer(from_json(data, get), dtype=dtype).reshape(shape).copy()
-    return {key: from_json(item, get) for key, item in value.items()}
+    def _items(self, items: list[Any]) -> Iterable[Any]:
+        return items if not {*map(type, items)} & {list, dict} else map(self.decode, items)
+
+    def _decode_other(self, kind: str, value: Any, more: Any) -> Any:
+        if kind == "same":
+            return self._met[value]
+        if kind in MAPPINGS:
+            return self._mapping(MAPPINGS[kind], value, more)
+        if kind in ("set", "deque"):
+            collection: Any = self._meet(set() if kind == "set" else deque(maxlen=more))
+            for item in self._items(value):
+                collection.add(item) if kind == "set" else collection.append(item)
+            return collection
+        if kind in SEQUENCES:
+            return SEQUENCES[kind](self._items(value))
+        if kind == "parameter":
+            return self._meet(nn.Parameter(self._get(value), requires_grad=more))
+        if kind == "leaf":
+            return self._meet(self._get(value).requires_grad_())
+        if kind in ("bytes", "bytearray"):
+            data = self._get(value).numpy().tobytes()
+            return data if kind == "bytes" else self._meet(bytearray(data))
+        if kind in ("array", "scalar"):
+            import numpy
+
+            array = numpy.frombuffer(self._get(value).numpy().tobytes(), dtype=more[0])
+            return self._meet(array.reshape(more[1]).copy()) if kind == "array" else array[0]
+        if kind == "complex":
+            return complex(*value)
+        if kind == "int":
+            return int(value, 16)
+        return self._of_class(kind, value, class_named(*more))
+
+    def _mapping(self, kind: type, pairs: list[Any], more: Any) -> Any:
+        mapping: Any = self._meet(defaultdict(FACTORIES[more] if more else None) if kind is defaultdict else kind())
+        # The encoder has counted what else there is first, then the keys, then the items.
+        if more is not None and kind is OrderedDict:
+            vars(mapping).update(self.decode(more))
+        keys = [self.decode(key) for key, _ in pairs]
+        for key, (_, item) in zip(keys, pairs, strict=True):
+            mapping[key] = self.decode(item)
+        return mapping
+
+    def _of_class(self, kind: str, value: Any, of: type) -> Any:
+        if kind == "enum" and issubclass(of, enum.Enum):
+            return of.__members__[value]
+        if kind == "namedtuple" and is_named_tuple(of):
+            return tuple.__new__(of, self._items(value))
+        raise ValueError(f"{kind} {of.__name__}")
 
 
-def plain(value: Any) -> Any:
+# ---- whether what is read is what was saved
+
+
+def difference(saved: Any, read: Any) -> str | None:
+    """Return where what was read differs from what was saved, in words; None: nowhere. Types, values, and which are one."""
+    return next(_differences(saved, read, "", {}, {}), None)
+
+
+def _differences(
+    saved: Any, read: Any, place: str, partner: dict[object, object], of_read: dict[object, object]
+) -> Iterator[str]:
+    """partner: identities of what was read, by those of what was saved. of_read: the reverse."""
+    where = place or "it"
+    if type(saved) is not type(read):
+        yield f"{where} is a {type(saved).__name__} and comes back as a {type(read).__name__}"
+        return
+    if (known := identity(saved)) is not None:
+        other = identity(read)
+        if known in partner or other in of_read:
+            if partner.get(known) != other or of_read.get(other) != known:
+                yield f"{where} is one with another {type(saved).__name__} before or after, and not both"
+            return
+        partner[known], of_read[other] = other, known
+    if isinstance(saved, dict):
+        yield from _differences(tuple(saved), tuple(read), f"{place}.keys()", partner, of_read)
+        if getattr(saved, "default_factory", None) is not getattr(read, "default_factory", None):
+            yield f"{where} makes other values for missing keys when it comes back"
+        for (key, item), other in zip(saved.items(), read.values(), strict=False):
+            yield from _differences(item, other, f"{place}[{key!r}]", partner, of_read)
+        yield from _differences(_attributes(saved), _attributes(read), f"{place}.__dict__", partner, of_read)
+    elif isinstance(saved, (list, tuple, deque)):
+        if len(saved) != len(read) or getattr(saved, "maxlen", None) != getattr(read, "maxlen", None):
+            yield f"{where} has another length when it comes back"
+        elif not {*map(type, saved)} <= SCALARS | {int} or _told(list(saved)) != _told(list(read)):
+            for number, (item, other) in enumerate(zip(saved, read, strict=True)):
+                yield from _differences(item, other, f"{place}[{number}]", partner, of_read)
+    elif isinstance(saved, Tensor):
+        there, here = _kind(saved), _kind(read)
+        if there != here:
+            yield f"{where} is {there} and comes back as {here}"
+        elif not torch.equal(bytes_of(saved), bytes_of(read)):
+            yield f"{where} has other values when it comes back"
+    elif is_array(saved) or is_scalar(saved):
+        if (saved.dtype, saved.shape, saved.tobytes()) != (read.dtype, read.shape, read.tobytes()):
+            yield f"{where} has other values when it comes back"
+    elif _told(saved) != _told(read):
+        yield f"{where} is {saved!r} and comes back as {read!r}"
+
+
+def _attributes(value: Any) -> Any:
+    return vars(value) if type(value) is OrderedDict and vars(value) else None
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}{' with a gradient' if tensor.requires_grad and tensor.is_leaf else ''}"
+
+
+def _told(value: Any) -> Any:
+    """Return what tells values apart that `==` does not, such as 1 and True, 0.0 and -0.0, and makes one NaN another."""
+    return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value)
+
+
+# ---- with the bytes of their tensors in one row
+
+
+def as_json(value: Any) -> Any:
     """Return `value` as what JSON gives back, to be compared with it: numbers, text, lists and dictionaries of these.
 
     Raises ValueError, with what it is, for anything else.
     """
-    if isinstance(value, float) and value != value:
-        raise ValueError("nan, which is not equal to itself")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((as_json(item) for item in value), key=repr)
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if getattr(value, "shape", None) == () and hasattr(value, "item") and not isinstance(value.item(), complex):
-        return plain(value.item())  # a scalar of torch or numpy
+        return as_json(value.item())  # a scalar of torch or numpy
     raise ValueError(f"a {type(value).__name__}")
 
 
 def flattened(value: Any) -> tuple[Any, Tensor]:
     """Return nested values as JSON, and the bytes of their tensors, one after the other, as int64 [n] on the CPU."""
     parts = [torch.empty(0, dtype=torch.uint8)]
-
-    def put(tensor: Tensor) -> None:
-        parts.append(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-
-    packed = to_json(value, put)
+    packed = to_json(value, lambda tensor: parts.append(bytes_of(tensor)))
     content = torch.cat(parts)
     return packed, F.pad(content, (0, -len(content) % 8)).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
 

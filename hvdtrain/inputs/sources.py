@@ -122,7 +122,7 @@ def described(name: str, reason: str, facts: Mapping[str, object]) -> dict[str, 
     data: dict[str, Any] = {"dataset": name}
     for key, value in facts.items():
         try:
-            data[key] = portable.plain(value)
+            data[key] = portable.as_json(value)
         except ValueError as error:
             remedy = "give it numbers, text, or lists and dictionaries of these"
             raise UserError(f"run.describe_data({key}=...) got {error}: {remedy}", everywhere=True) from error

@@ -74,7 +74,6 @@ MISTAKES = {
     "steps before prepare": (dict(unprepared="run.steps(X)"), r"run.steps\(\) before run.prepare\(\)"),
     "epochs before prepare": (dict(unprepared="next(run.epochs(1))"), r"run.epochs\(\) before run.prepare\(\)"),
     "data described twice": (dict(unprepared='run.describe_data("a", "b"); run.describe_data("a", "b")'), "was already called"),
-    "data described by nan": (dict(unprepared='run.describe_data("a", "b", c=float("nan"))'), "got nan, which is not equal to itself"),
     "data described by a set": (dict(unprepared='run.describe_data("a", "b", c=[{1}])'), r"describe_data\(c=...\) got a set: give it numbers"),
     "data described by all of it": (dict(unprepared='run.describe_data("a", "b", c="x" * 70_000)'), "longer than .* give it a checksum"),
     "data of another name": (dict(unprepared='run.describe_data("a", "b", dataset="c")'), "the name of the data is its first argument"),

@@ -1,8 +1,6 @@
 """Streams: killed and resumed to the sample and the bit, with workers and without; what is lost without a state."""
 
-import json
 import random
-from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvdtrain import training
-from hvdtrain.engines import portable
 from hvdtrain.engines.errors import UserError
 from tests.e2e.launchers import events
 from tests.single.training import small
@@ -349,37 +346,3 @@ def test_a_stream_is_evaluated(kind):
             for batch in batches:
                 run.record(x=(batch["x"] if isinstance(batch, dict) else batch[0]).sum())
         assert run.evaluation == {"x": (N - 1) / 2, "count": N}
-
-
-Pair = namedtuple("Pair", "a b")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}, (1, (2,), b"\0\xff"), {1: "x", (2, 3): [4]},
-        {portable.TUPLE: "x"}, {"a": {portable.TENSOR: (1,)}},
-        random.Random(1).getstate(), 2**200, [float("inf")],
-    ],
-)  # fmt: skip
-def test_a_state_comes_back_as_it_was(value):
-    back = portable.from_json(json.loads(json.dumps(portable.to_json(value))))
-    assert back == value
-    assert repr(back) == repr(value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64])
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_a_tensor_comes_back_as_it_was(dtype, shape):
-    tensor = torch.ones(shape).to(dtype)
-    back = portable.from_json(json.loads(json.dumps(portable.to_json(tensor))))
-    assert back.dtype == dtype
-    assert torch.equal(back, tensor)
-
-
-def test_numpy_arrays_and_scalars():
-    state = np.random.RandomState(1).get_state()
-    back = portable.from_json(json.loads(json.dumps(portable.to_json(state))))
-    assert np.array_equal(back[1], state[1])
-    assert back[0] == "MT19937"
-    assert portable.to_json(np.int64(3)) == 3

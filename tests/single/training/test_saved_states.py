@@ -1,0 +1,205 @@
+"""What programs keep in optimizers and registered objects: a resumed run has the same, or is refused in its first minute."""
+
+import decimal
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain import training
+from hvdtrain.engines.errors import UserError
+from tests.single.training.small import Killed, flags_for, kill_at, network, train
+
+
+class Own(torch.optim.SGD):
+    """SGD with a state of its own. update: of a parameter, its state and its group."""
+
+    update = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rate = type(self).update(parameter, self.state[parameter], group)
+                parameter.sub_(parameter.grad, alpha=float(rate))
+
+
+def counted(dtype):
+    def update(parameter, state, group):
+        count = state.setdefault("count", torch.zeros((), dtype=dtype))
+        state["count"] = count.logical_not() if dtype == torch.bool else count + 1
+        assert state["count"].dtype == dtype
+        return 0.1 / (1 + float(state["count"]))
+
+    return update
+
+
+def momentum(dtype):
+    def update(parameter, state, group):
+        held = state.setdefault("m", torch.zeros_like(parameter, dtype=dtype))
+        held.mul_(0.9).add_(parameter.grad.to(dtype) / 3)
+        assert held.dtype == dtype
+        return 0.1 * held.float().abs().mean()
+
+    return update
+
+
+def in_group(parameter, state, group):
+    group["norm"] = group.get("norm", torch.zeros(1, dtype=torch.float64)) * 0.9 + parameter.grad.norm()
+    return 0.1 / group["norm"]
+
+
+def nested(parameter, state, group):
+    inner = state.setdefault("inner", {"half": [torch.ones((), dtype=torch.float16)], "name": "text", "at": (1, 2)})
+    inner["half"][0] = inner["half"][0] * 0.7
+    assert (inner["name"], inner["at"], inner["half"][0].dtype) == ("text", (1, 2), torch.float16)
+    return 0.1 * inner["half"][0]
+
+
+def text(parameter, state, group):
+    state["phase"] = "b" if state.get("phase", "b") == "a" else "a"
+    return 0.1 if state["phase"] == "a" else 0.2
+
+
+def one_in_group_and_state(parameter, state, group):
+    state["shared"] = group.setdefault("shared", torch.zeros(()))  # which torch copies when it loads groups
+    return 0.5 / state["shared"].add_(1)
+
+
+UPDATES = {
+    **{f"a count of {dtype}": counted(dtype) for dtype in (torch.int64, torch.int32, torch.bool, torch.float64)},
+    **{f"{dtype}": momentum(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)},
+    "a tensor in a group": in_group,
+    "nested": nested,
+    "text": text,
+}
+
+
+def run_to_the_end(directory, make, stop=None, register=None):
+    """Train the small regression; return its weights. make: the optimizer. stop: the step after which to end."""
+    with training.start(flags_for("--output-dir", str(directory), "--checkpoint-steps", "1")) as run:
+        net = network()
+        model, _ = run.prepare(net, make(net.parameters()))
+        if register is not None:
+            run.register(**register)
+        train(run, model, each=kill_at(stop))
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+def resumed(directory, make):
+    whole = run_to_the_end(directory / "whole", make)
+    with pytest.raises(Killed):
+        run_to_the_end(directory / "apart", make, stop=7)
+    return whole, run_to_the_end(directory / "apart", make)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_optimizer_has_the_state_that_it_had(name, tmp_path):
+    """torch's load_state_dict converts it to the type of the weights: other bits, or a traceback in the next step."""
+    kind = type("Kind", (Own,), {"update": staticmethod(UPDATES[name])})
+    whole, again = resumed(tmp_path, lambda parameters: kind(parameters, 0.1))
+    assert torch.equal(whole, again)
+
+
+class Numbered(torch.optim.SGD):
+    """Counts its parameters in a way of its own."""
+
+    def state_dict(self):
+        state = super().state_dict()
+        groups = [dict(group, params=[number + 100 for number in group["params"]]) for group in state["param_groups"]]
+        return dict(state, param_groups=groups)
+
+    def load_state_dict(self, state):
+        groups = [dict(group, params=[number % 100 for number in group["params"]]) for group in state["param_groups"]]
+        super().load_state_dict(dict(state, param_groups=groups))
+
+
+def test_a_state_dict_of_its_own_form_is_taken_back(tmp_path):
+    whole, again = resumed(tmp_path, lambda parameters: Numbered(parameters, 0.1, momentum=0.9))
+    assert torch.equal(whole, again)
+
+
+class Forgets(torch.optim.SGD):
+    def load_state_dict(self, state):
+        super().load_state_dict(dict(state, state={}))
+
+
+class Fails(torch.optim.SGD):
+    def load_state_dict(self, state):
+        raise AttributeError("no way back")
+
+
+class Holds:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"v": [self.value]}
+
+    def load_state_dict(self, state):
+        (self.value,) = state["v"]
+
+
+class Twice(torch.optim.SGD):
+    """Its state has a number of a kind that no checkpoint holds."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rate"] = decimal.Decimal("0.1")
+
+
+REFUSED = [
+    (lambda p: Forgets(p, 0.1, momentum=0.9), {}, r"^the state of Forgets cannot be restored: \['state'\].*another length"),
+    (lambda p: type("Shares", (Own,), {"update": staticmethod(one_in_group_and_state)})(p, 0.1), {},
+     r"^the state of Shares cannot be restored: \['param_groups'\]\[0\]\['shared'\] is one with another Tensor"),
+    (lambda p: Fails(p, 0.1), {}, r"^the state of Fails cannot be restored: .*no way back"),
+    (
+        lambda p: Twice(p, 0.1),
+        {},
+        r"^the state of Twice holds a Decimal at \['state'\]\[0\]\['rate'\], which a checkpoint",
+    ),
+    (
+        lambda p: torch.optim.SGD(p, 0.1),
+        {"held": Holds(decimal.Decimal(1))},
+        r"register\(held=.*Decimal at \['v'\]\[0\]",
+    ),
+    (lambda p: torch.optim.SGD(p, 0.1), {"held": Holds(type("Rows", (list,), {})())}, r"a Rows at \['v'\]\[0\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "register", "told"), REFUSED, ids=range(len(REFUSED)))
+def test_what_could_not_be_restored_is_said_at_the_first_checkpoint(make, register, told, tmp_path):
+    with pytest.raises(UserError, match=told):
+        run_to_the_end(tmp_path, make, register=register)
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_a_registered_state_of_many_values_and_levels_is_read_back(tmp_path):
+    deep: list = [list(range(300_000))]
+    for _ in range(60):
+        deep = [deep]
+    with pytest.raises(Killed):
+        run_to_the_end(tmp_path, lambda p: torch.optim.SGD(p, 0.1), stop=3, register={"held": Holds(deep)})
+    back = Holds(None)
+    run_to_the_end(tmp_path, lambda p: torch.optim.SGD(p, 0.1), register={"held": back})
+    assert back.value == deep
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), {"a", "b", "c"}, {"x": float("nan")}, print, object()],
+    ids=["nan", "set", "nan within", "function", "object"],
+)
+def test_a_run_goes_on_whatever_its_flags_and_data_are(value, tmp_path):
+    """NaN is not equal to itself, a set is text in any order, and objects have an address."""
+    lines = []
+    for _ in range(2):
+        flags = flags_for("--output-dir", str(tmp_path), epochs=1)
+        flags.mine = {*value} if isinstance(value, set) else value
+        with training.start(flags) as run:
+            run.describe_data("own", "a table", value=value if type(value) in (float, set, dict) else 1)
+            net = nn.Linear(3, 1)
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            lines.append(len(train(run, model)))
+    assert lines == [5, 0]
