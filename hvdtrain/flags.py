@@ -85,7 +85,10 @@ class Flags(argparse.Namespace):
             raise UserError(f"{said}: give this flag", everywhere=True) from error
         absolute(parsed)
         for name in left.keys() & self.given().keys():
-            setattr(self, name, getattr(parsed, name))
+            value, before = getattr(parsed, name), left[name]
+            if isinstance(before, list) and len(value) > len(before):  # action="extend" has added the same, converted
+                value = value[len(before) :]
+            setattr(self, name, value)
 
     def given(self) -> dict[str, object]:
         """Return the flags by name, as stored in records and checkpoints: functions by their names, not their addresses."""

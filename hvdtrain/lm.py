@@ -138,9 +138,11 @@ def load(flags: Flags, run: training.Run) -> text.Text:
                 f"the text is too short: {windows} sequences of --context {context} in its first 90 %, {run.size} ranks"
             )
             raise UserError(f"{message}: use a longer text, or a smaller --context")
-        facts = run.checkpoints.resume.facts
-        if facts is not None and "vocabulary" in facts["registered"]:
-            data.vocabulary.load_state_dict(facts["registered"]["vocabulary"])  # a clearer error than one about shapes
+        content = run.checkpoints.resume.content()
+        if content is not None and content.held is not None:  # on rank 0
+            there = loading.registered_state(content.tensors, "vocabulary")
+            if there is not None:
+                data.vocabulary.load_state_dict(there)  # a clearer error than one about shapes
     run.describe_data(data.name, data.reason, sha256=data.sha256, train_tokens=len(data.train))
     return data
 
@@ -246,7 +248,7 @@ def sample(flags: Flags) -> int:
     with mirror.local(named, "--sample from") as path:
         facts, tensors = reading.find(path, f"--sample from {named}", warn, keep_names=True)
     try:
-        vocabulary = vocabularies.restore(**facts["registered"]["vocabulary"])
+        vocabulary = vocabularies.restore(**loading.registered_state(tensors, "vocabulary"))
         rows = tensors["model.tokens.weight"].shape[0]
         net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size, rows=rows)
     except (KeyError, TypeError) as error:

@@ -44,6 +44,12 @@ def unpack_everywhere(engine: Engine, packed: Any, tensors: Mapping[str, Tensor]
     return engine.broadcast_tensors(packed, lambda place: tensors[place], name)
 
 
+def registered_state(tensors: Mapping[str, Tensor], name: str) -> Any:
+    """Return the state of an object that was registered under `name`; None: there was none."""
+    packed = decoded(tensors[OBJECTS])["registered"].get(name) if OBJECTS in tensors else None
+    return None if packed is None else unpack(packed, tensors)
+
+
 def load(
     content: tuple[Facts, Mapping[str, Tensor]],
     models: Sequence[nn.Module],

@@ -192,7 +192,7 @@ def test_a_checkpoint_whose_flags_are_a_list_is_refused_in_one_line(flag, name, 
     path = checkpoint.listed(tmp_path / "run" / "checkpoints")[0]
     facts, tensors = reading.read(path)
     checkpoint.write(path, facts | {name: [1, 2]}, tensors)
-    with pytest.raises(UserError, match=rf"its facts are not those of a run: {name}"):
+    with pytest.raises(UserError, match="another version of hvdtrain wrote this checkpoint"):
         own_program(None, f"--{flag}", str(path))
 
 
