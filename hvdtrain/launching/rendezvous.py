@@ -5,18 +5,13 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
 SILENCE_SECONDS = 30.0  # time limit of one request
 PORTS = 4  # which a rank needs at least, for the others and for the store
-MOST_HEAD, MOST_ANSWER = 2**17, 2**26  # bytes
-ANSWER = re.compile(
-    rb"HTTP/1\.[01] ([0-9]{3})\b[^\r\n]*\r\n(?:(?!Content-Length:)[^\r\n]+\r\n)*"
-    rb"Content-Length: *([0-9]{1,9}) *\r\n(?:[^\r\n]+\r\n)*\r\n",
-    re.IGNORECASE,
-)
 
 
 def own_address_towards(host: str) -> str:
@@ -103,25 +98,21 @@ def request(
 ) -> bytes | None:
     """Return the body of the answer; None if there is no such key.
 
-    Raises OSError, also if the answer is not complete after `seconds`; PermissionError if the server knows another secret.
+    Raises OSError, also if nothing comes for `seconds`; PermissionError if the server knows another secret.
     """
-    until = time.monotonic() + seconds
     where = f"{server.host}:{server.port}"
-    with socket.create_connection((server.host, server.port), timeout=seconds) as connection:
-        head = f"{method} {server.prefix}{path} HTTP/1.0\r\nHost: {where}\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        answer, found = bytearray(), None
-        while found is None or len(answer) < found.end() + int(found[2]):
-            # Against one who sends a byte now and then, the whole answer has a time limit.
-            connection.settimeout(max(0.001, until - time.monotonic()))
-            part = connection.recv(65536)
-            answer += part
-            found = found or ANSWER.match(bytes(answer))
-            if not part or len(answer) > (MOST_ANSWER if found else MOST_HEAD):
-                raise ConnectionError(f"{where} is not a rendezvous server ({bytes(answer[:40])!r})")
-    if found[1] == b"403":
+    connection = HTTPConnection(server.host, server.port, timeout=seconds)
+    try:
+        connection.request(method, f"{server.prefix}{path}", body)
+        response = connection.getresponse()
+        answer = response.read()
+    except HTTPException as error:
+        raise ConnectionError(f"{where} is not a rendezvous server ({error!r:.80})") from None
+    finally:
+        connection.close()
+    if response.status == 403:
         raise PermissionError(f"{where} does not know the secret of this job")
-    return bytes(answer[found.end() :]) if found[1] == b"200" else None
+    return answer if response.status == 200 else None
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
