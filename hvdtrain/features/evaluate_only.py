@@ -1,16 +1,119 @@
-"""--evaluate: the evaluations of a program are repeated with the model of a run, without steps. And --predict."""
+"""--evaluate: the evaluations of a program are repeated with the model of a run, without steps. And --predict FILE: what the
+model says about each sample of a test set, in the order of the data set."""
 
+import csv
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hvdtrain.engines import atomic, files
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.features.predictions import Predictions, write_predictions
 from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.state import Length, Phase
 from hvdtrain.loop.step import Step
+
+NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
+Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
+
+
+class Predictions:
+    """This rank's predictions in one evaluation. whole: the script has one part of a number of samples, not batches."""
+
+    def __init__(self, *, whole: bool):
+        self._whole = whole
+        self._indices: dict[str, list[Tensor]] = {}
+        self._values: dict[str, list[Tensor]] = {}
+
+    def add(self, indices: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add a row for each of `indices`; of a whole part, the next rows of it. Raises UserError."""
+        if not values:
+            raise UserError("run.predict() got nothing: write run.predict(predicted=...)")
+        for name, value in values.items():
+            if name == "index":
+                raise UserError("run.predict(index=...): the file's own column has this name: give another one")
+            # In the file, a program for tables would take "=cmd" for a formula.
+            if not NAME.fullmatch(name):
+                remedy = "begin with a letter or a digit, and use no control characters"
+                raise UserError(f"run.predict() got a value named {name!r}: {remedy}")
+            if not isinstance(value, Tensor) or not value.ndim:
+                raise UserError(f"run.predict({name}=...): give a tensor with a row for each sample")
+            rows = self._indices.setdefault(name, [])
+            done = sum(map(len, rows)) if self._whole else 0
+            rows.append(indices[done : done + len(value)] if self._whole else indices)
+            if len(value) != len(rows[-1]):
+                message = f"has {len(value)} rows for {len(rows[-1])} samples"
+                raise UserError(f"run.predict({name}=...) {message}: give a row for each sample of the batch")
+            own = value.detach().cpu()
+            if own.dtype in (torch.float16, torch.bfloat16):
+                own = own.float()
+            elif own.dtype is torch.bool:
+                own = own.byte()
+            self._values.setdefault(name, []).append(own)
+
+    def of_all(self, engine: Engine) -> Rows | None:
+        """Return the predictions of all ranks, in the order of the data set; None if there are none. A collective."""
+        mine = {name: torch.cat(parts) for name, parts in self._values.items()}
+        indices = {name: torch.cat(parts) for name, parts in self._indices.items()}
+        first = next(iter(indices.values()), torch.zeros(0, dtype=torch.int64))
+        unlike = next((name for name, those in indices.items() if not torch.equal(those, first)), None)
+        shapes = {
+            name: [list(value.shape[1:]), str(value.dtype).removeprefix("torch.")] for name, value in mine.items()
+        }
+        everyone = engine.all_gather_object([len(first), shapes, unlike], "predict.shapes")
+        known = next((theirs for _, theirs, _ in everyone if theirs), None)
+        if known is None:
+            return None
+        if name := next((name for _, _, name in everyone if name), None):
+            remedy = "give each value in every batch"
+            raise UserError(
+                f"run.predict({name}=...) is not for the samples of the other values: {remedy}", everywhere=True
+            )
+        if any(theirs not in ({}, known) for _, theirs, _ in everyone):
+            raise UserError(
+                "run.predict() got other names, shapes or types on another rank: give the same", everywhere=True
+            )
+        counts = [count for count, *_ in everyone]
+        order = torch.cat(engine.all_gather_rows(first, counts, "predict.indices"))
+        place = order.argsort(stable=True)
+        values = {}
+        for name, (shape, dtype) in known.items():
+            own = mine.get(name, torch.zeros(0, *shape, dtype=getattr(torch, dtype)))
+            values[name] = torch.cat(engine.all_gather_rows(own, counts, f"predict.{name}"))[place]
+        return order[place], values
+
+
+def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Write them: .safetensors has `index` and a tensor for each name; .csv a line for each sample. Raises UserError or
+    Failure."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save
+
+            whole = {"index": indices, **values}
+            atomic.write(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
+            return
+        flat = {name: value.reshape(len(value), -1) for name, value in values.items()}
+        head = [
+            name if values[name].ndim == 1 else f"{name}_{i}" for name, v in flat.items() for i in range(v.shape[1])
+        ]
+        with atomic.replacing(path) as text:
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(["index", *head])
+            for row, index in enumerate(indices.tolist()):
+                writer.writerow([index, *(shown(item) for value in flat.values() for item in value[row].tolist())])
+    except OSError as error:
+        raise files.unwritten(path, error, "--predict") from error
+
+
+def shown(item: float) -> float | str:
+    """Return a float with as many digits as float32 has."""
+    return f"{item:.9g}" if isinstance(item, float) else item
 
 
 class EvaluationRun(Run):

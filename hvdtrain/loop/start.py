@@ -146,7 +146,7 @@ def features_of(
 
         features.append(Profile(engine, flags, output, heartbeat))
     if flags.mfu:
-        from hvdtrain.features.utilization import Utilization
+        from hvdtrain.features.profile import Utilization
 
         features.append(Utilization())
     features.append(ScheduleRules())

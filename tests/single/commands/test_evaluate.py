@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain import imagenet, lm, mnist, training
 from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.features.predictions import Predictions, write_predictions
+from hvdtrain.features.evaluate_only import Predictions, write_predictions
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training.small import N, X, Y, flags_for, network
