@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +26,6 @@ SSHD = "/usr/sbin/sshd"
 SET_ENVIRONMENT = "SetEnv " + " ".join(f"{name}={value}" for name, value in HIDDEN.items())
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "tc")
 WITH_US = ("setpriv", "--pdeathsig", "KILL")  # a command after it is killed when the thread that started it has ended
-RELAY_MTU = 9000  # bytes: jumbo frames, a sixth as many calls of the relay
 ENTER = ("--net", "--uts", "--mount", "--pid", "--ipc")
 
 
@@ -52,26 +50,17 @@ needs_ssh = pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd: apt ins
 class Cluster:
     """Hosts by name, at 10.77.0.1 and following, on `eth0`.
 
-    rate: shapes what each host sends, in tc's words, such as "100mbit". delay: seconds from host to host (`relay.py`).
+    rate: shapes what each host sends, in tc's words, such as "100mbit".
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        names: list[str],
-        *,
-        rate: str = "",
-        delay: float = 0.0,
-        ssh: bool = False,
-        domain: str = "",
-    ):
+    def __init__(self, directory: Path, names: list[str], *, rate: str = "", ssh: bool = False, domain: str = ""):
         self.directory = directory / "cluster"
         self.directory.mkdir()
         self.names = names
         self.job = new_job()
         self._first: dict[str, int] = {}  # the first process in each host's namespaces
         self._holders: list[subprocess.Popen] = []
-        self._rate, self._delay, self._ssh, self._domain = rate, delay, ssh, domain
+        self._rate, self._ssh, self._domain = rate, ssh, domain
 
     def __enter__(self) -> "Cluster":
         try:
@@ -118,10 +107,7 @@ class Cluster:
         if self._ssh:
             self._write_ssh()
         self._first = {name: self._hold(name) for name in self.names}
-        if self._delay:
-            self._join_by_relay()
-        else:
-            self._join_by_switch()
+        self._join_by_switch()
         for name, first in self._first.items():
             # A burst holds the largest packets whole, as for a network card: cut up here, 1 Gbit/s keeps two cores busy.
             shape = (
@@ -150,24 +136,6 @@ class Cluster:
             cable = f"ip link add eth0 type veth peer name {port} netns {switch}".split()
             subprocess.run(["nsenter", "--target", str(first), "--net", *cable], check=True, timeout=20)
             self._sh(switch, f"ip link set dev {port} master br0 && ip link set dev {port} up")
-
-    def _join_by_relay(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.e2e.relay",
-            "--delay",
-            str(self._delay),
-            *map(str, self._first.values()),
-        ]
-        relay = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**{MARK: self.job}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-        )
-        self._holders.append(relay)
-        assert relay.stdout is not None
-        assert relay.stdout.readline() == b"ready\n", "no relay between the hosts"
-        for first in self._first.values():
-            self._sh(first, f"ip link set dev eth0 mtu {RELAY_MTU}")
 
     def _write_ssh(self) -> None:
         for key in ("host", "user"):

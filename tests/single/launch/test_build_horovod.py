@@ -372,18 +372,6 @@ def test_directories_are_remembered_wherever_the_next_setup_is_started(
     assert (options.offline, options.cache_dir) == (tmp_path / "parcel", tmp_path / "not" / "yet")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--offline", "/no/such/directory"], ["--cuda-home", "/no/such/directory"], ["--mpi", "mine"], ["--jobs", "-1"]],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
-    command = [sys.executable, LAUNCH / "build_horovod.py", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert arguments[0] in result.stderr.splitlines()[-1]
-
-
 def test_open_mpi_wheel_is_settled_once_and_in_this_environment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

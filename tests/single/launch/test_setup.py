@@ -102,7 +102,6 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
         (["--mpi", "mine"], "--mpi mine: it is one of wheel"),
         (["--offline", "/no/such/directory"], "--offline /no/such/directory: there is no such directory"),
         (["--cuda-home", "/no/such/directory"], "--cuda-home /no/such/directory: there is no such directory"),
-        (["--jobs", "-1"], "--jobs -1: give 1 or more"),
         (["--jobs", "0"], "--jobs 0: give 1 or more"),
         (["--cpu", "--gpu"], "argument --gpu: not allowed with argument --cpu"),
     ],
@@ -524,28 +523,3 @@ def test_root_may_start_mpirun_until_it_deactivates_and_others_are_left_alone(ac
     assert shell(activated, SHOW, FAKE_ID="1000").stdout == "unset unset\n"
     chosen = shell(activated, SHOW, "deactivate", SHOW, OMPI_ALLOW_RUN_AS_ROOT="0")
     assert chosen.stdout == "0 unset\n0 unset\n"
-
-
-# ------------------------------------------------------------------------------------------------------------ stages
-
-
-def test_a_stage_is_one_line_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with steps.stage("do it"):
-        pass
-    with pytest.raises(ValueError, match="no"), steps.stage("do it"):
-        raise ValueError("no")
-    with steps.stage("do it") as current:
-        current.result = "not done: "
-    said = [re.sub(r"\d+\.\d s", "N s", line) for line in capsys.readouterr().out.splitlines()]
-    assert said == ["do it ... N s", "do it ... failed after N s", "do it ... not done: N s"]
-
-
-def test_a_long_stage_shows_its_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(steps, "UPDATE_SECONDS", 0.01)
-    monkeypatch.setattr(steps, "_write", shown.append)
-    with steps.stage("do it") as current:
-        current.note = "at something"
-        wait_for(lambda: sum("at something" in text for text in shown) >= 3, shown)
-    assert re.search(r"\n    \d+ s  at something \.\.\.", "".join(shown))
-    assert re.search(r" \d\.\d s\n$", shown[-1])
