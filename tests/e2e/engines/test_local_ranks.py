@@ -40,7 +40,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("program", ["script.py", "-m hvdtrain.tuned script.py"])
 def test_a_program_of_ones_own_has_all_that_it_would_have(program, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = launch(f"{LAUNCHERS['starter'].format(ranks=3)} {program}", cwd=tmp_path, timeout=120)
+    done = launch(f"{LAUNCHERS['starter'].format(ranks=3)} {program}", cwd=tmp_path)
     assert done.code == 0, done
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} done False" for rank in range(3)], done
     assert done.left_behind == 0, done
