@@ -79,7 +79,10 @@ class Flags(argparse.Namespace):
         left = {name: value for name, value in theirs.items() if getattr(mine, name) is value}  # not given
         try:
             words = [*self._parser.words_of(left), *self._words]
-            parsed = argparse.ArgumentParser.parse_args(self._parser, words, argparse.Namespace(**theirs))
+            # Without the lists that are in `words`, which action="extend" would make longer.
+            in_words = {action.dest for action in self._parser._actions if action.nargs in ("*", "+")}
+            others = {name: value for name, value in theirs.items() if name not in in_words or not value}
+            parsed = argparse.ArgumentParser.parse_args(self._parser, words, argparse.Namespace(**others))
         except UserError as error:
             said = f"the checkpoint to evaluate has a flag that is not valid ({error})"
             raise UserError(f"{said}: give this flag", everywhere=True) from error

@@ -29,13 +29,11 @@ from torch import Tensor
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
 from hvdtrain.datasets.corrupt import CorruptSamples
-from hvdtrain.datasets.images import TEST_BATCH, open_folder
+from hvdtrain.datasets.images import TEST_BATCH, open_folder, open_synthetic
 from hvdtrain.datasets.shards import open_shards
-from hvdtrain.datasets.synthetic import open_synthetic
 from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.flags import Flags
-from hvdtrain.inputs.loading import Source, default_workers, start_workers_early
-from hvdtrain.inputs.shared_memory import workers_that_fit
+from hvdtrain.inputs.loading import Source, default_workers, start_workers_early, workers_that_fit
 from hvdtrain.loop import optim, optimizers
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled

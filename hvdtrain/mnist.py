@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
-from hvdtrain.datasets import idx
+from hvdtrain.datasets import mnist
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
     add = parser.add_argument
-    add("--dataset", choices=idx.NAMES, default="auto",
+    add("--dataset", choices=mnist.NAMES, default="auto",
         help="what to train on (default: MNIST if present or downloadable, else digits)")  # fmt: skip
     add("--data-dir", type=Path, help="where the data files are, or are downloaded to")
     add("--train-samples", type=training.positive_int, help="train only on the first N samples")
@@ -105,12 +105,12 @@ def scaled(images: Tensor) -> Tensor:
     return images.to(torch.float32, memory_format=torch.channels_last).div_(255)
 
 
-def load(flags: Flags, run: training.Run) -> idx.Dataset:
+def load(flags: Flags, run: training.Run) -> mnist.Dataset:
     """Return the data, the same on every rank. A collective."""
     with run.raising_together("download"):  # one rank of each host: what is missing is then there for the others
-        dataset = idx.load(flags.dataset, flags.data_dir, say=run.say) if run.engine.local_rank == 0 else None
+        dataset = mnist.load(flags.dataset, flags.data_dir, say=run.say) if run.engine.local_rank == 0 else None
     with run.raising_together("data"):
-        dataset = dataset or idx.load(flags.dataset, flags.data_dir, download=False)
+        dataset = dataset or mnist.load(flags.dataset, flags.data_dir, download=False)
         flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
         count = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
         if count < run.size:
@@ -119,7 +119,7 @@ def load(flags: Flags, run: training.Run) -> idx.Dataset:
     return dataset
 
 
-def train(flags: Flags, run: training.Run, dataset: idx.Dataset) -> None:
+def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
     """Train and evaluate for --epochs. A collective."""
     train_images, train_labels = run.to_device(
         dataset.train_images[: flags.train_samples], dataset.train_labels[: flags.train_samples]

@@ -20,7 +20,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags, plain
 from hvdtrain.inputs.inputs import Input
-from hvdtrain.inputs.splits import SPLIT
+from hvdtrain.inputs.sameness import SPLIT
 from hvdtrain.loop.schedules import LENGTHS
 from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.output.run_output import RunOutput

@@ -133,8 +133,8 @@ def check_clock(findings: Findings, here: Here) -> None:
 
 def check_data(findings: Findings, here: Here) -> None:
     """Report where MNIST would be read from."""
-    from hvdtrain.datasets import idx  # which imports torch
+    from hvdtrain.datasets import mnist  # which imports torch
 
     directory = here.flags.data_dir
-    data = idx.load("mnist" if directory is not None else "auto", directory, download=False)
+    data = mnist.load("mnist" if directory is not None else "auto", directory, download=False)
     findings.ok(f"data: {data.reason}")

@@ -5,9 +5,9 @@ overload a shared file system, and a single list cannot differ between ranks.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from torch.utils.data import Dataset
 from hvdtrain.datasets.corrupt import CorruptSample, why
 from hvdtrain.datasets.decoding import Prepare
 from hvdtrain.engines import files
+from hvdtrain.engines.accelerators import Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.inputs import Batch, Input, Kind
 from hvdtrain.inputs.loading import Loaded, Source, collate, loader
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sharding import shard
+from hvdtrain.inputs.sharding import PlannedBatch, shard
 
 TEST_BATCH = 64  # images of an evaluation's batch, on a CPU
 
@@ -164,3 +166,70 @@ def from_rank_zero(engine: Engine, tensor: Tensor, name: str) -> Tensor:
         tensor = torch.zeros(length, dtype=tensor.dtype)
     engine.broadcast_(tensor, name)
     return tensor
+
+
+def open_synthetic(
+    engine: Engine, side: int, batch_size: int, classes: int, train_count: int, test_count: int
+) -> Source:
+    """Return a source whose batches all consist of the same `batch_size` random images, different on each rank."""
+    generator = torch.Generator().manual_seed(engine.rank)
+    images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(
+        engine.device
+    )
+    labels = torch.randint(0, classes, (batch_size,), generator=generator).to(engine.device)
+
+    def some(count: int, indices: range = range(0)) -> Loaded:
+        return Loaded(images[:count], labels[:count], count, [], list(indices))
+
+    def train(plan: Plan) -> Iterator[Loaded]:
+        return (some(len(batch.indices)) for _, batch in plan)
+
+    def test() -> Iterator[Loaded]:
+        mine = range(test_count)[shard(test_count, engine.rank, engine.size)]
+        parts = (mine[start : start + batch_size] for start in range(0, len(mine), batch_size))
+        return (some(len(part), part) for part in parts)
+
+    reason = f"synthetic: {batch_size} random images per rank, repeated, {train_count:,} per epoch"
+    return Source("synthetic", reason, classes, train_count, train, test)
+
+
+class Images(Input):
+    """hvdtrain's image folders and shards, which skip unreadable samples."""
+
+    def __init__(self, engine: Engine, source: Source, seed: int, batch_size: int, output: Any):
+        self._engine, self._source, self._output, self._copies = engine, source, output, Copies(engine.device)
+        self.samples = source.train_count
+        self.per_epoch = min(source.per_epoch or self.samples, self.samples)
+        self._batches: Iterator[Loaded] | None = None
+
+    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
+        if self._batches is None:  # all epochs: the images do not change, and are read across the end of an epoch
+            self._batches = iter(self._source.train(self._plan))
+
+    def load(self, planned: PlannedBatch) -> Batch:
+        assert self._batches is not None
+        loaded = next(self._batches)
+        self._source.corrupt.note(loaded.corrupt)
+        # Unreadable samples contribute nothing; the other samples keep their weight.
+        count = min(planned.local_count, loaded.samples)
+        weight = planned.weight * count / max(planned.local_count, 1)
+        return Batch(self._copies.to_device((loaded.images, loaded.labels)), planned.indices, count, weight)
+
+    def settle(self) -> dict[str, object]:
+        self._source.corrupt.settle(self._engine, self._output)
+        return self.summary()
+
+    def summary(self) -> dict[str, object]:
+        return {"corrupt": self._source.corrupt.total()}
+
+
+def evaluated_images(engine: Engine, source: Source, seed: int) -> Iterator[Batch]:
+    """Yield this rank's batches of the test set."""
+    for loaded in source.test():
+        source.corrupt.note(loaded.corrupt)
+        if loaded.samples:
+            data = to_device((loaded.images, loaded.labels), engine.device)
+            yield Batch(data, torch.tensor(loaded.indices, dtype=torch.int64), loaded.samples)
+
+
+IMAGES = Kind(lambda data: isinstance(data, Source), Images, evaluated_images)

@@ -21,9 +21,8 @@ from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sameness import OF_MAIN, Compared, difference, require_same, some_of
+from hvdtrain.inputs.sameness import OF_MAIN, SPLIT, Compared, difference, require_same, some_of, split_of
 from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, shard
-from hvdtrain.inputs.splits import SPLIT, split_of
 from hvdtrain.loop.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in

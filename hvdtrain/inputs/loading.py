@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvdtrain.datasets.corrupt import CorruptSample, CorruptSamples
-from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import fork_server, leftovers
 from hvdtrain.inputs.packing import Packed, Travels, main_cannot_be_imported
 from hvdtrain.inputs.plan import Plan
@@ -224,3 +226,37 @@ def collate(samples: list[tuple[Tensor, int, int]], corrupt: list[CorruptSample]
         return Loaded(black, torch.zeros(1, dtype=torch.int64), 0, corrupt, [])
     images, labels, indices = zip(*samples, strict=True)
     return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt, list(indices))
+
+
+# Batches reach their rank through it. Where they do not fit, the kernel ends a worker with SIGBUS ("bus error").
+SHARED_MEMORY = Path("/dev/shm")
+LARGER = "make it larger (docker run --shm-size or --ipc=host; Kubernetes: emptyDir with medium: Memory)"
+
+
+def needed(workers: int, batch_bytes: int, ranks: int) -> int:
+    """Return the bytes that may be in /dev/shm at once: each worker's batches that are ready, and one on its way."""
+    return ranks * (workers * PREFETCH + 1) * batch_bytes if workers else 0
+
+
+def workers_that_fit(
+    asked: int | None, automatic: int, batch_bytes: int, ranks: int, directory: Path = SHARED_MEMORY
+) -> tuple[int, str | None]:
+    """Return how many workers each of `ranks` ranks on this host has, and a line where /dev/shm allows fewer than
+    `automatic`. asked: with --workers. Raises UserError where as many, or a single one, do not fit."""
+    workers = automatic if asked is None else asked
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError:  # none here: torch takes files elsewhere
+        return workers, None
+    if needed(workers, batch_bytes, ranks) <= free:
+        return workers, None
+    fit = (free // (ranks * batch_bytes) - 1) // PREFETCH
+    has = f"/dev/shm has {free / 2**20:,.0f} MiB left"
+    if asked is None and fit >= 1:
+        wanted = needed(automatic, batch_bytes, ranks) / 2**20
+        return fit, f"{fit} DataLoader workers instead of {automatic}, which need {wanted:,.0f} MiB: {has}: {LARGER}"
+    wanted = needed(workers if asked is not None else 1, batch_bytes, ranks) / 2**20
+    count = f"{asked if asked is not None else 1} DataLoader worker{'s'[: asked is not None and asked > 1]}"
+    less = f", or take --workers {max(0, fit)}" if asked is not None else ", or take --workers 0"
+    each = f" of each of {ranks} ranks" if ranks > 1 else ""
+    raise UserError(f"{has}, and the batches of {count}{each} need {wanted:,.0f} MiB: {LARGER}{less}")

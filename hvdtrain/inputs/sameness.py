@@ -6,13 +6,14 @@ does not read twice alike, because the data set has a generator of its own, is l
 """
 
 import hashlib
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import ConcatDataset, StackDataset, Subset, SubsetRandomSampler, get_worker_info
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -144,3 +145,27 @@ def values_in_words(leaf: Leaf) -> str:
         values = ", ".join(f"{value:.6g}" for value in content[0][:4])
         return f"{values}, ..." if len(content[0]) > 4 else values or "empty"
     return repr(content[0]) if content else kind
+
+
+SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.Generator().manual_seed(0))"
+
+
+def split_of(*held: Any) -> int | None:
+    """Return 63 bits of a hash of the indices of all subsets in data sets and samplers; None if there are none."""
+    all_indices = [[int(index) for index in indices] for indices in indices_in(held)]
+    if not all_indices:
+        return None
+    return int.from_bytes(hashlib.blake2b(json.dumps(all_indices).encode(), digest_size=8).digest()) >> 1
+
+
+def indices_in(held: Iterable[Any]) -> Iterator[Any]:
+    """Yield the indices of the subsets that data sets of torch, and samplers, are made of."""
+    for one in held:
+        if isinstance(one, (Subset, SubsetRandomSampler)):
+            yield one.indices
+        if isinstance(one, Subset):
+            yield from indices_in([one.dataset])
+        elif isinstance(one, ConcatDataset):
+            yield from indices_in(one.datasets)
+        elif type(one) is StackDataset:
+            yield from indices_in(list(one.datasets.values() if isinstance(one.datasets, dict) else one.datasets))

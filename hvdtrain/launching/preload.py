@@ -19,7 +19,7 @@ from hvdtrain.launching import processes
 SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
 FIRST = ("torch", "horovod.torch")
 # Modules that hvdtrain's programs import later.
-OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.digits")
+OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist")
 
 
 def modules_of(source: str) -> list[str]:

@@ -22,7 +22,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import kind_of, own_name, prefixes, running_statistics, statistics_of_layer
 from hvdtrain.inputs.inputs import Batch
-from hvdtrain.inputs.splits import SPLIT, split_of
+from hvdtrain.inputs.sameness import SPLIT, split_of
 
 
 class CutShort(BaseException):

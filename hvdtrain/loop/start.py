@@ -104,7 +104,7 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
 
 def kinds_of_data() -> list[Kind]:
     """Return the kinds of data that run.steps and run.evaluating take: the first one that takes it opens it."""
-    from hvdtrain.inputs.images import IMAGES
+    from hvdtrain.datasets.images import IMAGES
     from hvdtrain.inputs.loaders import LOADER
     from hvdtrain.inputs.samplers import SAMPLED
     from hvdtrain.inputs.several import several_of

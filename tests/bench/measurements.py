@@ -169,10 +169,10 @@ def mnist_input(setting: Setting) -> dict[str, float]:
 import sys, time, torch
 torch.set_num_threads(1)
 data_dir, root = sys.argv[1:]
-from hvdtrain.datasets import idx
+from hvdtrain.datasets import mnist
 from hvdtrain.mnist import scaled
 from hvdtrain.inputs.sharding import epoch_order, steps
-data = idx.load("mnist", data_dir)
+data = mnist.load("mnist", data_dir)
 def ours(epoch):
     for step in steps(epoch_order(60_000, 1, epoch), 0, 1, 64):
         for batch in step.batches:

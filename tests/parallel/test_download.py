@@ -1,7 +1,7 @@
 """Of the ranks of a host, one downloads, and all have the same."""
 
 from hvdtrain import mnist
-from hvdtrain.datasets import idx
+from hvdtrain.datasets import mnist as mnist_files
 from hvdtrain.loop.start import started
 from hvdtrain.models import compile_cache
 from tests.single.data import fake_mnist
@@ -14,7 +14,7 @@ def test_one_rank_of_a_host_downloads(engine, shared_directory, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with fake_mnist.mirror() as (mine, asked):
         url = engine.broadcast_object(mine, "url")
-        monkeypatch.setitem(idx.PUBLISHED, "mnist", fake_mnist.published("mnist", (url,)))
+        monkeypatch.setitem(mnist_files.PUBLISHED, "mnist", fake_mnist.published("mnist", (url,)))
         flags = mnist.parse(["--engine", engine.name, "--dataset", "auto", "--batch-size", "2", "--no-progress"])
         with started(engine, flags, mnist.METRICS) as run:
             data = mnist.load(flags, run)

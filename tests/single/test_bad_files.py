@@ -21,7 +21,8 @@ from hvdtrain.analysis.reporting.runs import read_runs, time_shares
 from hvdtrain.checkpoint import checkpoint, contents, reading
 from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.randomness import Generators
-from hvdtrain.datasets import idx, shards
+from hvdtrain.datasets import mnist as mnist_files
+from hvdtrain.datasets import shards
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import flattened
 from hvdtrain.engines.single import SerialEngine
@@ -41,8 +42,8 @@ from tests.single.examples import JSON, changed, little_memory, one_line, spoilt
 @pytest.fixture
 def mnist(tmp_path, monkeypatch) -> Path:
     """A small sound MNIST, and no cache."""
-    for name in idx.PUBLISHED:
-        monkeypatch.setitem(idx.PUBLISHED, name, fake.published(name))
+    for name in mnist_files.PUBLISHED:
+        monkeypatch.setitem(mnist_files.PUBLISHED, name, fake.published(name))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
     return fake.write(tmp_path / "mnist")
 
@@ -80,7 +81,7 @@ def test_any_idx_file_is_refused_or_right(mnist, data):
     (packed if compressed else plain).write_bytes(content)
     try:
         with little_memory():
-            loaded = idx.load("mnist", mnist, download=False)
+            loaded = mnist_files.load("mnist", mnist, download=False)
     except UserError as error:
         one_line(error)
     else:
@@ -95,7 +96,7 @@ def test_any_idx_file_is_refused_or_right(mnist, data):
 def test_a_gzip_file_of_a_hundred_thousand_empty_ones_takes_no_time():
     file = fake.published("mnist").files[0]
     with pytest.raises(ValueError, match="but 0 bytes"):
-        idx.unpacked(idx.PUBLISHED["mnist"], file, gzip.compress(b"") * 100_000)
+        mnist_files.unpacked(mnist_files.PUBLISHED["mnist"], file, gzip.compress(b"") * 100_000)
 
 
 # Shards

@@ -17,7 +17,8 @@ from PIL import Image
 from hvdtrain import imagenet, lm, mnist
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
-from hvdtrain.datasets import decoding, idx, images, make_shards
+from hvdtrain.datasets import decoding, images, make_shards
+from hvdtrain.datasets import mnist as mnist_files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
 from hvdtrain.inputs.sharding import epoch_order
@@ -206,7 +207,9 @@ def test_the_seed_is_that_of_the_weights_and_of_the_order(run):
     weights = MODELS["convnet-nonorm"]().state_dict()
     assert all(torch.equal(run("many").before[name], value) for name, value in weights.items())
     order = epoch_order(48, 7, 0)
-    assert torch.equal(torch.cat(run("many").inputs[:6]), mnist.scaled(idx.load("digits", None).train_images[order]))
+    assert torch.equal(
+        torch.cat(run("many").inputs[:6]), mnist.scaled(mnist_files.load("digits", None).train_images[order])
+    )
 
 
 def test_without_an_output_directory_nothing_is_written(tmp_path, monkeypatch):
@@ -274,7 +277,7 @@ def test_other_recipes_set_what_is_not_given():
 
 def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_one(run):
     many, few = run("many"), run("few")
-    data = idx.load("digits", None)
+    data = mnist_files.load("digits", None)
     order = epoch_order(48, 7, 0)[:8]
     logits = many.outputs[0].float()
     expected = F.cross_entropy(logits, data.train_labels[order], label_smoothing=0.5)
@@ -294,7 +297,7 @@ def test_target_accuracy_ends_training_or_is_missed(goal, code, tmp_path, capsys
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_data_set_and_directory(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(idx.PUBLISHED, name, fake_mnist.published(name))
+    monkeypatch.setitem(mnist_files.PUBLISHED, name, fake_mnist.published(name))
     fake_mnist.write(tmp_path, fake_mnist.MNIST if name == "mnist" else fake_mnist.FASHION)
     seen = trained(mnist, f"--dataset {name} --data-dir {tmp_path} --epochs 1 --batch-size 8", tmp_path / "out")
     assert (seen.summary["dataset"], seen.summary["samples"], seen.summary["test_count"]) == (name, 20, 10)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.datasets import cache, idx
+from hvdtrain.datasets import cache, mnist
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from tests.single.data import fake_mnist as fake
@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> Mirrors:
     """Takes URLs: the small dataset is published there."""
-    return lambda *urls: monkeypatch.setitem(idx.PUBLISHED, "mnist", fake.published("mnist", urls))
+    return lambda *urls: monkeypatch.setitem(mnist.PUBLISHED, "mnist", fake.published("mnist", urls))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def good(directory: Path) -> bool:
 
 def failed(directory: Path | None) -> str:
     with pytest.raises(UserError) as caught:
-        idx.load("mnist", directory)
+        mnist.load("mnist", directory)
     assert "\n" not in str(caught.value)
     assert "and the download failed (" in str(caught.value)
     return str(caught.value)
@@ -68,21 +68,21 @@ def test_into_the_named_directory_where_torchvision_has_it(tmp_path: Path, mirro
     said: list[str] = []
     with fake.mirror() as (url, asked):
         mirrors(url)
-        assert idx.load("auto", tmp_path / "d", say=said.append).name == "mnist"
+        assert mnist.load("auto", tmp_path / "d", say=said.append).name == "mnist"
         assert said == [f"no MNIST in {tmp_path}/d: downloading it to {tmp_path}/d/MNIST/raw, one process per host"]
         assert good(tmp_path / "d/MNIST/raw")
         assert names(tmp_path / "d") == PACKED
         (tmp_path / "d/MNIST/raw" / f"{IMAGES}.gz").unlink()
-        idx.load("mnist", tmp_path / "d")  # only what is missing
+        mnist.load("mnist", tmp_path / "d")  # only what is missing
     assert asked == {f"/{name}.gz": 1 + (name == IMAGES) for name in fake.NAMES}
-    idx.load("mnist", tmp_path / "d")  # nothing
+    mnist.load("mnist", tmp_path / "d")  # nothing
 
 
 def test_into_the_cache_when_no_directory_is_named(tmp_path: Path, mirrors: Mirrors) -> None:
     with fake.mirror() as (url, asked):
         mirrors(url)
         for _ in range(2):
-            assert "datasets/mnist (content verified)" in idx.load("auto").reason
+            assert "datasets/mnist (content verified)" in mnist.load("auto").reason
     assert good(cache.directory("mnist"))
     assert list((tmp_path / "d").iterdir()) == []
     assert asked.total() == 4
@@ -92,8 +92,8 @@ def test_without_a_cache(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
     with fake.mirror() as (url, _):
         mirrors(url)
-        assert "no directory to download to" in idx.load("auto").reason
-        idx.load("mnist", tmp_path / "d")
+        assert "no directory to download to" in mnist.load("auto").reason
+        mnist.load("mnist", tmp_path / "d")
         assert good(tmp_path / "d/MNIST/raw")
 
 
@@ -104,14 +104,14 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, mirrors: Mirrors) -> No
         with pytest.raises(
             UserError, match=r"no MNIST in .*, and .*/d/MNIST/raw cannot be written \(Not a directory\)"
         ):
-            idx.load("mnist", tmp_path / "d")
+            mnist.load("mnist", tmp_path / "d")
     assert not asked
 
 
 def test_the_next_mirror_is_taken(tmp_path: Path, mirrors: Mirrors) -> None:
     with fake.mirror(lambda request: request.send_error(404)) as (bad, asked_bad), fake.mirror() as (url, asked):
         mirrors(DEAD, bad, url)
-        idx.load("mnist", tmp_path / "d")
+        mnist.load("mnist", tmp_path / "d")
         assert good(tmp_path / "d/MNIST/raw")
         assert asked_bad.total() == 1  # not again for every file
         assert asked.total() == 4
@@ -150,15 +150,15 @@ def test_bad_content_never_gets_its_name(tmp_path: Path, mirrors: Mirrors, case:
 
 def test_the_mirrors_have_https() -> None:
     for name in ("mnist", "fashion-mnist"):
-        assert all(url.startswith("https://") and url.endswith("/") for url in idx.PUBLISHED[name].mirrors)
-        assert len(idx.PUBLISHED[name].mirrors) == 2
+        assert all(url.startswith("https://") and url.endswith("/") for url in mnist.PUBLISHED[name].mirrors)
+        assert len(mnist.PUBLISHED[name].mirrors) == 2
 
 
 # Bounded in time
 
 
 def test_a_silent_name_server_is_left(mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
-    monkeypatch.setattr(idx, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(mnist, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: over.wait(60))  # knows no time limit
     mirrors("http://mirror.invalid/")
     began = time.monotonic()
@@ -173,7 +173,7 @@ def test_a_silent_name_server_is_left(mirrors: Mirrors, monkeypatch: pytest.Monk
 def test_a_stalled_or_dripping_transfer_is_left(
     limit: str, pause: float, expected: str, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event
 ) -> None:
-    monkeypatch.setattr(idx, limit, 0.4)
+    monkeypatch.setattr(mnist, limit, 0.4)
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         fake.send(request, b"", length=10000)
@@ -198,5 +198,5 @@ def test_a_later_start_tries_again_and_removes_what_a_killed_download_has_left(
     os.utime(leftover, (4e9, 4e9))  # a clock may have jumped
     with fake.mirror() as (url, _):
         mirrors(url)
-        assert idx.load("mnist", tmp_path / "d").name == "mnist"
+        assert mnist.load("mnist", tmp_path / "d").name == "mnist"
     assert not leftover.exists()

@@ -18,11 +18,10 @@ import torch
 from PIL import Image
 
 from hvdtrain import imagenet
-from hvdtrain.datasets import decoding, images, make_shards, shards, synthetic
+from hvdtrain.datasets import decoding, images, make_shards, shards
 from hvdtrain.datasets.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
-from hvdtrain.inputs.images import Images, evaluated
 from hvdtrain.loop import optimizers
 from hvdtrain.loop.evaluation import Evaluation, Means
 from hvdtrain.loop.state import Initial, TrainState
@@ -130,7 +129,7 @@ def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(kind, folder, 
     monkeypatch.setattr(images, "loader", noted)
     monkeypatch.setattr(shards, "loader", noted)
     flags = SimpleNamespace(seed=1, batch_size=8, accumulate=1)
-    source.train(Images(engine, source, 1, 8, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1))
+    source.train(images.Images(engine, source, 1, 8, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1))
     source.test()
     monkeypatch.setattr(torch.cuda, "_lazy_init", start)
     for bundle in sent:
@@ -390,7 +389,7 @@ def test_patterns(tars, monkeypatch):
 
 
 def test_synthetic_batches_have_the_planned_sizes(engine):
-    source = synthetic.open_synthetic(engine, SIDE, 8, classes=5, train_count=20, test_count=11)
+    source = images.open_synthetic(engine, SIDE, 8, classes=5, train_count=20, test_count=11)
     plan = loading.Plan(20, 20, 1, epochs=1, rank=0, size=1, batch_size=8)
     batches = list(source.train(plan))
     assert [batch.samples for batch in batches] == [8, 8, 4]
@@ -484,7 +483,7 @@ def test_evaluation_counts_readable_samples_only(engine):
         loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
     ]
     source = loading.Source("test", "", 8, 9, lambda plan: [], lambda: batches, corrupt=CorruptSamples(1, 9))
-    evaluation = Evaluation(engine, source, evaluated(engine, source, 1), lambda: None, Means())
+    evaluation = Evaluation(engine, source, images.evaluated_images(engine, source, 1), lambda: None, Means())
     for outputs, truth in evaluation.mine():
         hits = outputs.topk(5).indices == truth[:, None]
         evaluation.add({"first": hits[:, 0], "five": hits.any(1)}, None)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.shared_memory import needed, workers_that_fit
+from hvdtrain.inputs.loading import needed, workers_that_fit
 
 MIB, BATCH = 2**20, 2 * 256 * 3 * 224**2  # of training and of an evaluation
 
