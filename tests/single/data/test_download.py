@@ -1,4 +1,4 @@
-"""Downloads of hvdtrain.datasets.idx: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
+"""Downloads of hvdtrain.datasets.mnist: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""hvdtrain.datasets.idx: MNIST files found, verified, and named when wrong."""
+"""hvdtrain.datasets.mnist: MNIST files found, verified, and named when wrong."""
 
 import gzip
 import os
