@@ -8,18 +8,47 @@ still be running, or have been killed. The page (report.html) needs no network a
 time of the command: repeat the command to update it.
 """
 
-from collections.abc import Sequence
+import base64
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from html import escape
+from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain import cli
-from hvdtrain.analysis import plotting
-from hvdtrain.analysis.reporting import page, runs
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
 from hvdtrain.flags import Flags
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching import exit_codes
+from hvdtrain.output import plotting
+from hvdtrain.output.metric_names import Series, number
+from hvdtrain.output.recorded_runs import Event, RecordedRun, differing, read_runs, results, time_shares
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# The browser fetches and runs nothing, whatever the names in a run contain.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+STYLE = """
+:root { color-scheme: light dark; }
+body { max-width: 68rem; margin: auto; padding: 2rem 1rem; font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+figure { margin: 0 0 1.5rem; overflow-x: auto; }
+img { display: block; max-width: 100%; background: #ffffff; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.4rem 0.9rem 0.4rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #80808055; }
+.notes { padding: 0.1rem 1rem; background: #ffcc0033; }
+"""
+MOST_VALUES = 12  # limit for drawn values
+MOST_RANKS = 16  # bars per run
+PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
+RATE = "samples_per_second"
+DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
+Curve = tuple[list[Event], list[float], dict[str, Any]]  # points, their values, a style
+MARKERS = {"o": "dots", "^": "triangles", "s": "squares"}  # of the first three data sets that a value was evaluated on
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
@@ -31,10 +60,197 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     return parser.parse_args(argv)
 
 
+# ---- the page: `text` escapes every text from a run
+
+
+def text(value: object) -> str:
+    """Return `value` escaped, for use as text or in a quoted attribute."""
+    return escape(plotting.printable(value))
+
+
+def build(runs: Sequence[RecordedRun], drawn: Iterable[tuple[str, bytes]]) -> str:
+    """Return the page as HTML: the results, the plots (titles and PNG files), the configuration of the runs."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    data = dict.fromkeys(str(run.start.get("reason") or run.start.get("dataset") or "?") for run in runs)
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    if left := names_to_draw(runs)[MOST_VALUES:]:
+        notes.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(left)}")
+    shown = "".join(
+        f'<figure><figcaption>{text(name)}</figcaption><img alt="{text(name)}" src="data:image/png;base64,'
+        f'{base64.b64encode(png).decode()}"></figure>\n'
+        for name, png in drawn
+    )
+    config = {name: [run.config.get(name, "-") for run in runs] for run in runs for name in run.config}
+    first = differing(runs) if len(runs) > 1 else ["ranks", "engine"]
+    results_of = [figures(run) for run in runs]
+    rows = {name: config[name] for name in first}
+    rows |= {
+        label: [each.get(label, "-") for each in results_of]
+        for label in dict.fromkeys(label for each in results_of for label in each)
+    }
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{text(title)} · hvdtrain</title>\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
+        f"<h1>{text(title)}</h1><p>{text('; '.join(data))}</p>\n{table(runs, rows)}\n"
+        + (f'<div class="notes">{"".join(f"<p>{text(note)}</p>" for note in notes)}</div>\n' if notes else "")
+        + f"{shown}<details><summary>Configuration</summary>{table(runs, config)}</details>\n"
+        f"<p>Made by hvdtrain.report, {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>\n</body>\n</html>\n"
+    )
+
+
+def table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a table as HTML: a column for each run. rows: cells by name."""
+    head = "".join(f"<th>{text(run.name)}</th>" for run in runs)
+    body = "".join(
+        f"<tr><th>{text(name.replace('_', '-'))}</th>{''.join(f'<td>{text(cell)}</td>' for cell in cells)}</tr>\n"
+        for name, cells in rows.items()
+    )
+    return f"<figure><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></figure>"
+
+
+def figures(run: RecordedRun) -> dict[str, str]:
+    """Return the results by name; for a run that has not ended, the results so far."""
+    found = results(run)
+    spent, whole = number(run.summary.get("train_seconds")), run.seconds
+    if len(run.attempts) == 1:  # the summary's has the start of the process
+        whole = number(run.summary.get("total_seconds")) or whole
+    if spent is not None and isfinite(spent):
+        found["training"] = f"{spent:,.1f} s"
+    found["in all"] = f"{whole:,.1f} s"
+    last: Event = run.train[-1] if run.train else {}
+    for name, unit in ((RATE, "samples/s"), ("tokens_per_second", "tokens/s"), ("samples", "")):
+        value = number(run.summary.get(name, last.get(name)))
+        if value is not None and isfinite(value):
+            found[unit or name] = f"{value:,.0f}"
+    found["state"] = run.state
+    if again := len(run.attempts) - 1:
+        found["state"] += f", {again} restart{'s'[: again > 1]}, from step {run.attempts[-1].step:,.0f}"
+    return found
+
+
+# ---- plots
+
+
+def draw_all(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
+    """Yield the plots of the runs with their titles: each value over samples and over seconds, then where the time goes."""
+    for name in [*names_to_draw(runs)[:MOST_VALUES], RATE]:
+        if any(trained(run, name)[1] or prefixes([run], name) for run in runs):
+            both = [partial(draw_values, runs=runs, name=name, axis=axis) for axis in ("samples", "seconds")]
+            yield caption(runs, name), plotting.png(both)
+    bars = [(f"{shortened(run.name)}, rank {rank}", share) for run in runs
+            for rank, share in enumerate(time_shares(run)[:MOST_RANKS])]  # fmt: skip
+    if bars:
+        yield (
+            "Time by phase: share of the time spent training",
+            plotting.png([partial(draw_shares, bars=bars)], 0.9 + 0.22 * len(bars)),
+        )
+
+
+def names_to_draw(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the names of the values that were recorded: the loss first, then in the order of the scripts."""
+    named = [name for run in runs for name in run.metrics]
+    seen = dict.fromkeys(name for run in runs for event in run.train for name in event["values"])
+    seen |= dict.fromkeys(series.name for run in runs for event in run.evaluations for series in event["values"])
+    return [name for name in dict.fromkeys(["loss", *named, *seen]) if name in seen]
+
+
+def caption(runs: Sequence[RecordedRun], name: str) -> str:
+    """Return the title of a plot: its value, and what lines and markers are."""
+    title = "samples per second, over all ranks" if name == RATE else shortened(name.replace("_", " "))
+    parts = ["line: training"] if any(trained(run, name)[1] for run in runs) else []
+    data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
+    parts += [f"{kind}: {which}" for which, kind in zip(data, MARKERS.values(), strict=False)]
+    parts += ["dashed: restart"] if any(len(run.attempts) > 1 for run in runs) else []
+    return f"{title[:1].upper()}{title[1:]} ({', '.join(parts)})"
+
+
+def trained(run: RecordedRun, name: str) -> tuple[list[Event], list[float]]:
+    """Return the events of training with a finite value of this name, and the values."""
+    return finite(run.train, lambda event: number(event.get(RATE)) if name == RATE else event["values"].get(name))
+
+
+def evaluated(run: RecordedRun, series: Series) -> tuple[list[Event], list[float]]:
+    """Return the evaluations with a finite value of this series, and the values."""
+    return finite(run.evaluations, lambda event: event["values"].get(series))
+
+
+def finite(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> tuple[list[Event], list[float]]:
+    """Return the events that have a finite value, and the values."""
+    found = [(event, value) for event in events if (value := value_of(event)) is not None and isfinite(value)]
+    return [event for event, _ in found], [value for _, value in found]
+
+
+def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
+    """Return the data sets on which the runs evaluated `name`."""
+    found = [series for run in runs for event in run.evaluations for series in event["values"]]
+    return list(dict.fromkeys(series.prefix for series in found if series.name == name))
+
+
+def shortened(name: str) -> str:
+    """Return `name`, shortened to fit a legend."""
+    name = plotting.printable(name)
+    return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+
+
+def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str) -> None:
+    """Draw training as lines, evaluations as markers, and restarts as dashed vertical lines."""
+    from matplotlib.ticker import EngFormatter, LogFormatter, PercentFormatter
+
+    every: list[float] = []
+    for place, run in enumerate(runs):
+        look, label = plotting.look(place), shortened(run.name)
+        curves: list[Curve] = [(*trained(run, name), dict(marker="", linewidth=0.8))]
+        for marker, prefix in zip(MARKERS, prefixes(runs, name), strict=False):
+            curves.append((*evaluated(run, Series(prefix, name)), dict(marker=marker, linestyle=(0, (1, 2)))))
+        for events, values, style in curves:
+            if values:
+                axes.plot([event[axis] for event in events], values, **look | style, label=label)
+                every, label = every + values, ""
+        for attempt in run.attempts[1:]:
+            at = attempt.samples if axis == "samples" else attempt.before
+            axes.axvline(at, color=look["color"], linestyle=(0, (4, 3)), linewidth=0.9)
+    metrics = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes(runs, name))]
+    metric = next(filter(None, metrics), None)
+    if metric is not None and metric.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif name != RATE and (metric is None or metric.direction == "min") and every and 0 < 8 * min(every) < max(every):
+        axes.set_yscale("log")  # the first values would leave no room for the rest
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(
+            LogFormatter()
+        )  # the default writes mathematics, which `parse_math` switches off
+    axes.set(xlabel="time (s)" if axis == "seconds" else axis, ylabel=shortened(name.replace("_", " ")), xlim=(0, None))
+    if axis == "samples":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> None:
+    """Draw one bar per run and rank, from 0 to 100 %."""
+    from matplotlib.ticker import PercentFormatter
+
+    left = [0.0] * len(bars)
+    for phase, colour in PHASES.items():
+        shares = [share.get(phase, 0.0) for _, share in bars]
+        drawn = axes.barh(range(len(bars)), shares, left=left, height=0.62, color=colour, label=phase)
+        labels = [f"{share:.0%}" if share >= 0.09 else "" for share in shares]
+        axes.bar_label(drawn, labels, label_type="center", color="white")
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+# ---- the command
+
+
 def make(directories: Sequence[Path], output_dir: Path) -> Path:
     """Read the runs, write the page, and return its path. Raises UserError."""
-    found = runs.read_runs(directories)
-    whole = page.build(found, page.draw_all(found))
+    runs = read_runs(directories)
+    whole = build(runs, draw_all(runs))
     path = output_dir / "report.html"
     with files.output_to(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -53,4 +269,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    exit_codes.run(main)

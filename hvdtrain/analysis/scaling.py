@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain import cli
-from hvdtrain.analysis import measuring, plotting
+from hvdtrain.analysis import measuring
 from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complaint, interrupt, run_job, slots
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
+from hvdtrain.output import plotting
 from hvdtrain.output.run_output import versions
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hvdtrain import report as page
 from hvdtrain import training
-from hvdtrain.analysis.reporting import page
-from hvdtrain.analysis.reporting.runs import read_runs, time_shares
 from hvdtrain.checkpoint import checkpoint, contents, reading
 from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.randomness import Generators
@@ -32,6 +31,7 @@ from hvdtrain.models.convnet import MODELS
 from hvdtrain.models.weight_files import MOST_TENSORS
 from hvdtrain.models.weights import load_weights
 from hvdtrain.output import run_output
+from hvdtrain.output.recorded_runs import read_runs, time_shares
 from tests.facts import sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried

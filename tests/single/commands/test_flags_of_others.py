@@ -9,7 +9,7 @@ import pytest
 from hvdtrain import doctor, export, report, training, unpack
 from hvdtrain.datasets import make_shards
 from tests import image_set
-from tests.single.analysis.reporting.run_records import WHOLE, leave  # noqa: F401
+from tests.single.output.run_records import WHOLE, leave  # noqa: F401
 
 
 def test_the_doctor_checks_what_was_named(tmp_path, monkeypatch, capsys):

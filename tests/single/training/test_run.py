@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.analysis.reporting.runs import read_runs
 from hvdtrain.checkpoint import checkpoint, reading
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import leftovers
@@ -21,6 +20,7 @@ from hvdtrain.inputs.sharding import epoch_order
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
 from hvdtrain.output.metric_names import goodness
+from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 

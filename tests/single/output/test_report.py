@@ -7,10 +7,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdtrain import report
-from hvdtrain.analysis.reporting import page
-from hvdtrain.analysis.reporting.runs import Attempt, RecordedRun, read_runs
+from hvdtrain import report as page
 from hvdtrain.engines.errors import UserError
-from tests.single.analysis.reporting.run_records import (
+from hvdtrain.output.recorded_runs import Attempt, RecordedRun, read_runs
+from tests.single.examples import changed, tried
+from tests.single.output.run_records import (
     HOSTILE,
     KINDS,
     LANGUAGE,
@@ -23,14 +24,13 @@ from tests.single.analysis.reporting.run_records import (
     step,
     steps,
 )
-from tests.single.examples import changed, tried
 
 __all__ = ["leave"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch):
-    monkeypatch.setattr("hvdtrain.analysis.plotting.DPI", 40)  # as good for what is looked at here
+    monkeypatch.setattr("hvdtrain.output.plotting.DPI", 40)  # as good for what is looked at here
 
 
 PICTURES = {
@@ -163,7 +163,7 @@ def test_what_cannot_be_written_or_drawn_is_said_with_the_remedy(leave, tmp_path
     with pytest.raises(UserError, match=r"--output-dir .* cannot be written .*: name another"):
         report.make([there], tmp_path / "file")
     monkeypatch.setattr("sys.argv", ["hvdtrain.report", str(there), "--output-dir", str(tmp_path / "to")])
-    monkeypatch.setattr("hvdtrain.analysis.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr("hvdtrain.output.plotting.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
         report.main()
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

@@ -6,11 +6,11 @@ import os
 import pytest
 
 from hvdtrain import report
-from hvdtrain.analysis.reporting import page
-from hvdtrain.analysis.reporting.runs import differing, read_runs, results, time_shares
+from hvdtrain import report as page
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric, Series, named_values, recorded_metrics
-from tests.single.analysis.reporting.run_records import (
+from hvdtrain.output.recorded_runs import differing, read_runs, results, time_shares
+from tests.single.output.run_records import (
     ACCURACY,
     LOSS,
     RANKS,

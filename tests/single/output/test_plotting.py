@@ -2,7 +2,7 @@
 
 import struct
 
-from hvdtrain.analysis import plotting
+from hvdtrain.output import plotting
 
 
 def lines(axes) -> None:
