@@ -99,7 +99,7 @@ class Rendezvous:
             with contextlib.suppress(*refused):
                 async with asyncio.timeout(STRANGER_SECONDS):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    method, path = parse(head)
+                    method, path = requested(head)
                     if not hmac.compare_digest(path[: len(self._expected)], self._expected):
                         await answer(writer, b"403 Forbidden")
                         writer.write_eof()
@@ -158,7 +158,7 @@ class Rendezvous:
         return b"".join(parts)
 
 
-def parse(head: bytes) -> tuple[bytes, bytes]:
+def requested(head: bytes) -> tuple[bytes, bytes]:
     """Return method and path. Raises ValueError if they are none."""
     found = REQUEST.match(head)
     if found is None:
