@@ -127,7 +127,7 @@ class Trainer:
         if flags.no_communication:
             self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
             self.others.device = engine.device
-        optimizer = optimizers.build("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
+        optimizer = optimizers.build_optimizer("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
         predivide = precision.default_predivision(flags.compression, engine.size)
         settings = dict(compression=flags.compression, predivide=predivide)
         self.replica, self.optimizer = self.others.distribute(model, optimizer, **settings)

@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:  # trap: argparse takes this value away, and returns the default, or a list
             if word.startswith("--") and word.endswith("=--"):
                 self.error(f"argument {word[:-3]}: expected one argument")
-        flags = super().parse_args(words, Flags(self, words))
+        flags = super().parse_args(words, Flags(self, words, self.may_change))
         for name, value in (recipes or {}).get(getattr(flags, "recipe", ""), {}).items():
             if getattr(flags, name) is None:
                 setattr(flags, name, value)
@@ -127,20 +127,6 @@ class Parser(argparse.ArgumentParser):
             end += 1 if "=" in argv[end] or argv[end] in alone else 2
         words = list(argv[end:])
         return self.parse(argv[:end]), words[1:] if words[:1] == ["--"] else words
-
-    def words_of(self, config: Mapping[str, object]) -> list[str]:
-        """Return the command line that gives the flags these values, as they are in records. It leaves out switches."""
-        words, single = [], (None, "?")
-        # Lists come first: the last one would take positional words that follow.
-        for action in sorted(self._actions, key=lambda action: action.nargs in single):
-            value = config.get(action.dest)
-            if not action.option_strings or isinstance(value, bool):
-                continue
-            if action.nargs in single and isinstance(value, (str, int, float)):
-                words.append(f"{action.option_strings[0]}={value}")
-            elif action.nargs in ("*", "+") and isinstance(value, list) and value:
-                words += [action.option_strings[0], *map(str, value)]
-        return words
 
 
 def settle_local_steps(flags: argparse.Namespace) -> None:

@@ -6,12 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.engines.errors import UserError
-
-if TYPE_CHECKING:
-    from hvdtrain.cli import Parser
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 # Flags that may change when a run is resumed: where and how it runs, its output, and when it ends early.
@@ -31,9 +28,11 @@ class Flags(argparse.Namespace):
     and whose value follows from the number of ranks; it may differ when another number of ranks resumes.
     """
 
-    def __init__(self, parser: "Parser", words: Sequence[str] = ()):
+    def __init__(
+        self, parser: argparse.ArgumentParser, words: Sequence[str] = (), may_change: frozenset[str] = MAY_CHANGE
+    ):
         super().__init__()
-        self._program, self._may_change, self._derived = parser.prog, parser.may_change, frozenset[str]()
+        self._program, self._may_change, self._derived = parser.prog, may_change, frozenset[str]()
         self._parser, self._words = parser, words
         self._typed: dict[str, object] = {}
         self._engine_reason = ""
@@ -78,7 +77,7 @@ class Flags(argparse.Namespace):
         mine = argparse.ArgumentParser.parse_args(self._parser, self._words, argparse.Namespace(**theirs))
         left = {name: value for name, value in theirs.items() if getattr(mine, name) is value}  # not given
         try:
-            words = [*self._parser.words_of(left), *self._words]
+            words = [*self._words_of(left), *self._words]
             # Without the lists that are in `words`, which action="extend" would make longer.
             in_words = {action.dest for action in self._parser._actions if action.nargs in ("*", "+")}
             others = {name: value for name, value in theirs.items() if name not in in_words or not value}
@@ -88,10 +87,21 @@ class Flags(argparse.Namespace):
             raise UserError(f"{said}: give this flag", everywhere=True) from error
         absolute(parsed)
         for name in left.keys() & self.given().keys():
-            value, before = getattr(parsed, name), left[name]
-            if isinstance(before, list) and len(value) > len(before):  # action="extend" has added the same, converted
-                value = value[len(before) :]
-            setattr(self, name, value)
+            setattr(self, name, getattr(parsed, name))
+
+    def _words_of(self, config: Mapping[str, object]) -> list[str]:
+        """Return the command line that gives the flags these values, as they are in records. It leaves out switches."""
+        words, single = [], (None, "?")
+        # Lists come first: the last one would take positional words that follow.
+        for action in sorted(self._parser._actions, key=lambda action: action.nargs in single):
+            value = config.get(action.dest)
+            if not action.option_strings or isinstance(value, bool):
+                continue
+            if action.nargs in single and isinstance(value, (str, int, float)):
+                words.append(f"{action.option_strings[0]}={value}")
+            elif action.nargs in ("*", "+") and isinstance(value, list) and value:
+                words += [action.option_strings[0], *map(str, value)]
+        return words
 
     def given(self) -> dict[str, object]:
         """Return the flags by name, as stored in records and checkpoints: functions by their names, not their addresses."""

@@ -140,7 +140,7 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     if run.device.type != "cpu":
         # Else each convolution lays its weights out anew. On CPUs: the same speed.
         net = net.to(memory_format=memory_format)
-    optimizer = optimizers.build(
+    optimizer = optimizers.build_optimizer(
         flags.optimizer, optimizers.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay
     )
     model, _ = run.prepare(net, optimizer)

@@ -133,7 +133,9 @@ def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     # The other models keep the bits that they have always had.
     own: dict[str, Any] = dict(fused=True, beta2=0.99) if flags.model == "cosinenet" else {}
-    optimizer = optimizers.build(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, **own)
+    optimizer = optimizers.build_optimizer(
+        flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, **own
+    )
     model, _ = run.prepare(net, optimizer)
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):

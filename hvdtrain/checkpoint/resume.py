@@ -21,7 +21,7 @@ from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags, plain
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sameness import SPLIT
-from hvdtrain.loop.schedules import LENGTHS
+from hvdtrain.loop.schedules import LENGTH_NAMES
 from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.output.run_output import RunOutput
 
@@ -34,7 +34,7 @@ LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
 
 def is_length(one: Difference) -> bool:
     """Return whether schedulers differ in their length."""
-    return any(word in LENGTHS for word in one.name.split())
+    return any(word in LENGTH_NAMES for word in one.name.split())
 
 
 class Resume:

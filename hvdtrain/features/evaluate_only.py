@@ -15,7 +15,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.run import Run
-from hvdtrain.loop.state import Length, Phase
+from hvdtrain.loop.state import Length, Stage
 from hvdtrain.loop.step import Step
 
 NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
@@ -130,15 +130,15 @@ class EvaluationRun(Run):
         reach; else, the exit code is 3."""
         self.prepared("run.epochs()")
         self.length = Length(goals={name: goal for name, goal in (stop_at or {}).items() if goal is not None})
-        self.metrics_logger.only_evaluates, self.phase = True, Phase.HEAD
+        self.metrics_logger.only_evaluates, self.stage = True, Stage.HEAD
         yield self.metrics_logger.number() - 1
-        self.phase = Phase.OUTSIDE
+        self.stage = Stage.OUTSIDE
         self.metrics_logger.evaluation(None)
         self.say(self.metrics_logger.epoch())
 
     def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
         self.require_head()
-        self.phase = Phase.TAIL
+        self.stage = Stage.TAIL
         return iter(())
 
     def predict(self, **values: Tensor) -> None:

@@ -112,7 +112,7 @@ def same(one: Any, other: Any) -> bool:
 MOST_FACTS = 2**16  # characters of JSON
 
 
-def described(name: str, reason: str, facts: Mapping[str, object]) -> dict[str, Any]:
+def data_described(name: str, reason: str, facts: Mapping[str, object]) -> dict[str, Any]:
     """Return what is recorded and compared of the data that a program describes. Raises UserError."""
     for what, text in (("name", name), ("reason", reason)):
         if not isinstance(text, str) or len(text.splitlines()) != 1:

@@ -236,7 +236,7 @@ def evaluation_modes(models: Sequence[nn.Module]) -> Iterator[None]:
 
 COUNTER = "num_batches_tracked"  # of the batches that a batch norm's statistics are of
 NONE: Mapping[str, nn.Module] = {}
-ALIKE = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
+BUFFER_ALIKE = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
 
 
 class NamedBuffer(NamedTuple):
@@ -330,7 +330,7 @@ class SharedBuffers:
                     differing.append(name)
             elif any(theirs[name][2] for theirs in everyone if name in theirs):
                 message = f"the buffer {name} is {kinds[0]} on rank 0, and {kinds[other]} on rank {other}"
-                raise UserError(f"{message}: {ALIKE}", everywhere=True)
+                raise UserError(f"{message}: {BUFFER_ALIKE}", everywhere=True)
         self._unlike = self._unlike or [name for name in differing if not named[name].is_statistic]
         return named, differing
 

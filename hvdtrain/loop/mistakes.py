@@ -71,7 +71,7 @@ def in_checkpoint(error: BaseException) -> bool:
     return any("checkpoint" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
-def explained(error: Exception, step: int) -> UserError | None:
+def backward_explained(error: Exception, step: int) -> UserError | None:
     """Return what an error of a backward pass in this step means; None: what it says itself."""
     if "backward through the graph a second time" in str(error):
         remedy = "detach() what another backward pass has used, or compute it again in this loop"

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Return parameter groups for `build`, with weight decay for matrices and kernels, and none for biases and norms.
+    """Return groups for `build_optimizer`, with weight decay for matrices and kernels, and none for biases or norms.
 
     Source: arXiv:1706.02677, section 5.1, for batch norm; biases as arXiv:1812.01187, section 3.1.
     """
@@ -21,7 +21,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, object]]:
     return [{"params": group, **rate} for group, rate in ((matrices, {}), (vectors, {"weight_decay": 0.0})) if group]
 
 
-def eager(kind: type[Kind]) -> type[Kind]:
+def eager(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
     """Return a subclass of the optimizer that does not import torch.compile, which takes 1.6 s per process.
 
     The decorators of these methods exclude them from torch.compile, and import all of it to do so (torch 2.15.0:
@@ -29,10 +29,10 @@ def eager(kind: type[Kind]) -> type[Kind]:
     """
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}
-    return cast("type[Kind]", type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])}))
+    return cast("type[AnyOptimizer]", type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])}))
 
 
-def build(
+def build_optimizer(
     name: str,
     parameters: ParamsT,
     rate: float,

@@ -103,7 +103,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
         raise UserError(f"run.prepare(): {message}")
 
 
-def refuse_unsupported(
+def refuse_parts(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str],
     engine: Engine,
 ) -> None:  # fmt: skip
@@ -234,7 +234,7 @@ def prepare(
     named = named_parameters(models)
     with engine.raising_together("prepare"):
         names_of = {parameter: name for name, parameter in named}
-        refuse_unsupported(models, optimizers, names_of, engine)
+        refuse_parts(models, optimizers, names_of, engine)
     if engine.device.type != "cpu":
         for optimizer in optimizers:
             frozen = any(not parameter.requires_grad for parameter in parameters_of(optimizer))

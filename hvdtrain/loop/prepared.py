@@ -11,7 +11,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import named_parameters
 
-ADDED = (
+PARAMETER_ADDED = (
     "a parameter was added to an optimizer after run.prepare(): create the optimizer with all of its parameters, and freeze "
     "those that are trained later (requires_grad_(False), then requires_grad_())"
 )
@@ -60,7 +60,7 @@ class Prepared:
             raise UserError(f"the model has lost {lost[0]}, which run.prepare() was given: {remedy}")
         for optimizer, trained in self.trained.items():
             if not set(trained).issuperset(parameters_of(optimizer)):
-                raise UserError(ADDED)
+                raise UserError(PARAMETER_ADDED)
 
     def require_dense(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError if a gradient is sparse, as of F.embedding(..., sparse=True) with a parameter of the script."""

@@ -24,13 +24,13 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sharding import mixed_seed, passes_per_step, seed_generators
-from hvdtrain.inputs.sources import Data, described, require_default_device
+from hvdtrain.inputs.sources import Data, data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
 from hvdtrain.loop.feature import Feature, Features
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.prepared import Prepared
-from hvdtrain.loop.state import Best, Initial, Length, Phase, TrainState
+from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
 from hvdtrain.loop.step import Shared, Step, keep_in_order
 from hvdtrain.loop.stopping import Decision, Stopped, Stopping
 from hvdtrain.output.clock import Clock
@@ -53,7 +53,7 @@ class Run:
         self.stopping, self.data, self.features = stopping, data, Features(list(features))
         self.state = state  # the position in training; always the same object
         self.exit_code = 0
-        self.phase = Phase.OUTSIDE
+        self.stage = Stage.OUTSIDE
         self.clock = Clock(engine.device)
         self.metrics_logger = MetricsLogger(engine, output, metrics, state)
         self.length = Length()
@@ -84,11 +84,11 @@ class Run:
     @property
     def in_steps(self) -> bool:
         """Whether the script is in the loop over `run.steps`."""
-        return self.phase is Phase.STEPS
+        return self.stage is Stage.STEPS
 
     @property
     def _in_epoch(self) -> bool:
-        return self.phase in (Phase.HEAD, Phase.STEPS, Phase.TAIL)
+        return self.stage in (Stage.HEAD, Stage.STEPS, Stage.TAIL)
 
     def say(self, line: str) -> None:
         """Print a line on rank 0, above the progress bar."""
@@ -105,7 +105,7 @@ class Run:
 
     def _require_running(self, what: str) -> None:
         """Raise UserError after the end of the block of `training.start`. what: name of the caller."""
-        if self.phase is Phase.ENDED:
+        if self.stage is Stage.ENDED:
             raise UserError(f"{what} after the end of its training: move it into `with training.start(flags) as run:`")
 
     def prepared(self, what: str = "training") -> Prepared:
@@ -156,7 +156,7 @@ class Run:
             raise UserError(
                 "run.describe_data() was already called (run.prepare calls it, too): call it once, before run.prepare"
             )
-        data = described(name, reason, facts)
+        data = data_described(name, reason, facts)
         self.metrics_logger.dataset = name
         self.engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
         with self.raising_together("output"):
@@ -290,7 +290,7 @@ class Run:
         while self.length.is_left(self.state):
             if self.length.goals and self.length.reached(self.evaluation, metrics):
                 break
-            self.phase = Phase.HEAD
+            self.stage = Stage.HEAD
             generators.begin_epoch()
             self.clock.restart()
             self._in_loop = True
@@ -324,7 +324,7 @@ class Run:
         """
         self.require_head()
         self.prepared().require_same_parameters()
-        self.phase = Phase.STEPS
+        self.stage = Stage.STEPS
         return self._steps(self.data.of_epoch(data, changes, self._begin_reading))
 
     def _begin_reading(self, opened: Input, *, first: bool) -> None:
@@ -348,9 +348,9 @@ class Run:
     def require_head(self) -> None:
         """Raise UserError if the script is not where its loop of steps may begin."""
         self.prepared("run.steps()")
-        if self.phase is Phase.OUTSIDE:
+        if self.stage is Stage.OUTSIDE:
             raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
-        if self.phase is not Phase.HEAD:
+        if self.stage is not Stage.HEAD:
             remedy = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, '
             remedy += "run.steps(..., changes=True)"
             raise UserError(f"run.steps() was called twice in one epoch: {remedy}")
@@ -379,7 +379,7 @@ class Run:
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
         self.checkpoints.generators.end_steps()
-        self.phase = Phase.TAIL
+        self.stage = Stage.TAIL
         self.engine.activity.leave_steps()
 
     def end_epoch(self) -> None:
@@ -440,7 +440,7 @@ class Run:
         self._require_steps(number)
         best, score = self.best, self.checkpoints.score(self.state, self.state.epoch)
         self.state.best = best._asdict() if best is not None else {}
-        self.phase = Phase.OUTSIDE
+        self.stage = Stage.OUTSIDE
         self.metrics_logger.evaluation(source)
         line = self.metrics_logger.epoch()
         self.length.require_recorded(self.evaluation)
@@ -463,16 +463,16 @@ class Run:
                 f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
                 "(run.epochs(steps=N) ends after N steps)"
             )
-        if self.phase is Phase.HEAD:
+        if self.stage is Stage.HEAD:
             raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
 
     def leave_loop(self) -> None:
         """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
         if not self._in_epoch:
             return
-        at_head = self.phase is Phase.HEAD and not self.state.samples_of_epoch
+        at_head = self.stage is Stage.HEAD and not self.state.samples_of_epoch
         if self.state.step and at_head:
-            self.phase = Phase.OUTSIDE
+            self.stage = Stage.OUTSIDE
             self._save_epoch(self.checkpoints.score(self.state, self.state.epoch - 1), ended=True)
         else:
             self._close_epoch(ended=True)

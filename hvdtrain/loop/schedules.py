@@ -8,14 +8,14 @@ import torch
 from torch.optim import lr_scheduler
 
 # The attribute that is the number of steps after which a scheduler has reached its end.
-LENGTH = {
+LENGTH_NAME = {
     lr_scheduler.OneCycleLR: "total_steps",
     lr_scheduler.CosineAnnealingLR: "T_max",
     lr_scheduler.PolynomialLR: "total_iters",
     lr_scheduler.LinearLR: "total_iters",
 }
 
-LENGTHS = (*LENGTH.values(), "num_training_steps", "_milestones")  # in a state_dict
+LENGTH_NAMES = (*LENGTH_NAME.values(), "num_training_steps", "_milestones")  # in a state_dict
 
 
 def length_of(scheduler: object) -> int | None:
@@ -28,7 +28,7 @@ def length_of(scheduler: object) -> int | None:
         return next((length for length in lengths if isinstance(length, int)), None)
     if isinstance(scheduler, lr_scheduler.LinearLR) and scheduler.end_factor >= scheduler.start_factor:
         return None  # a warm-up ends before the run
-    name = next((name for kind, name in LENGTH.items() if isinstance(scheduler, kind)), None)
+    name = next((name for kind, name in LENGTH_NAME.items() if isinstance(scheduler, kind)), None)
     return int(getattr(scheduler, name)) if name else None
 
 
@@ -54,7 +54,7 @@ def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
 
 def _lengths(state: Mapping[str, Any]) -> list[object]:
     """Return all lengths in a scheduler's state_dict, also those of the schedulers within, and their milestones."""
-    lengths = [state[name] for name in LENGTHS if name in state]
+    lengths = [state[name] for name in LENGTH_NAMES if name in state]
     for inner in (*state.get("_schedulers", []), *state.get("lr_lambdas", [])):
         lengths += _lengths(inner) if isinstance(inner, Mapping) else []
     return lengths

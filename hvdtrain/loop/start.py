@@ -26,7 +26,7 @@ from hvdtrain.inputs.sharding import seed_generators
 from hvdtrain.inputs.sources import Data, require_default_device
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
-from hvdtrain.loop.state import Phase
+from hvdtrain.loop.state import Stage
 from hvdtrain.loop.stopping import Stopped, Stopping, early_ends_refused
 from hvdtrain.models import compile_cache
 from hvdtrain.output.metric_names import Metric, metrics_of
@@ -235,7 +235,7 @@ def carried_out(run: Run) -> Iterator[None]:
         unsaved = checkpoints.close(run.stopping.heartbeat)
         run.exit_code = run.stopping.leave(run.state, unsaved, writes=checkpoints.writes)
     finally:
-        run.phase = Phase.ENDED
+        run.stage = Stage.ENDED
         with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
             checkpoints.release(run.stopping.heartbeat)
             if checkpoints.mirror is not None:

@@ -10,7 +10,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric
 
 
-class Phase(enum.Enum):
+class Stage(enum.Enum):
     """Where the script is in its loops."""
 
     OUTSIDE = enum.auto()  # of the loop over `run.epochs`

@@ -14,7 +14,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Input
 from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
-from hvdtrain.loop.prepared import ADDED, Prepared
+from hvdtrain.loop.prepared import PARAMETER_ADDED, Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import require_free
 
@@ -38,7 +38,7 @@ def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         prepared.zero_grads[optimizer]()
 
     def add_param_group(*_: object) -> None:
-        raise UserError(ADDED)
+        raise UserError(PARAMETER_ADDED)
 
     def before_step(*_: object) -> None:
         if not prepared.updating:
@@ -277,11 +277,11 @@ class Step:
             try:
                 scaled.backward(inputs=inputs)
             except Exception as error:
-                from hvdtrain.loop.mistakes import explained
+                from hvdtrain.loop.mistakes import backward_explained
 
                 for one in prepared.optimizers:  # Horovod's own error for a sparse gradient does not name it
                     prepared.require_dense(one)
-                if (mistake := explained(error, self.number)) is None:
+                if (mistake := backward_explained(error, self.number)) is None:
                     raise
                 raise mistake from error
             shared.engine.activity.collective = None  # DDP reduces inside backward

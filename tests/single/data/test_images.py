@@ -494,7 +494,7 @@ def test_evaluation_counts_readable_samples_only(engine):
 
 def test_biases_and_norms_do_not_decay():
     model = models.build_model("resnet18", 5, SIDE)
-    built = optimizers.build("sgd", optimizers.decay_groups(model), 0.1, 0.9, 5e-5)
+    built = optimizers.build_optimizer("sgd", optimizers.decay_groups(model), 0.1, 0.9, 5e-5)
     decay = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         norm_or_bias = "bn" in name or "downsample.1" in name or name.endswith("bias")

@@ -1,0 +1,102 @@
+"""The house: imports go one way, a name means one thing, and a file is found by its name."""
+
+import ast
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
+FILES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+# Imports for annotations alone, against the direction: who makes an interface names what it is handed.
+FOR_ANNOTATIONS = {
+    ("hvdtrain.loop.feature", "hvdtrain.loop.run"),  # the run that a feature gets in `prepare`
+    ("hvdtrain.loop.feature", "hvdtrain.loop.step"),  # the step that it gets
+    ("hvdtrain.output.metrics_logger", "hvdtrain.loop.step"),  # the step that is recorded
+}
+# Names that still have several meanings. Only to become fewer: take out what you have renamed.
+SEVERAL_MEANINGS = """
+    identity NAMES difference
+    ANSWER Block Bucket CHUNK COLUMNS DTYPES ENDING Event FIRST FORMAT Facts Gone HELLO_SECONDS HOW IMAGES Kind
+    LARGEST LAUNCHERS LIMIT LOCK_SECONDS LONGEST_LINE LOOK_SECONDS MARKERS METRICS MOST_BYTES MOST_NAMED MOST_RANKS
+    MOST_STRANGERS MOST_VALUES NAME OPEN_MPI OTHERS PACKAGE PHASES Part RANK_ZERO_FIRST RECIPES REMEDY RETRY_SECONDS
+    Row SAY_SECONDS SILENCE_SECONDS SIZES SPARE_FILES STYLE Settings States VARIABLE WRAPPERS add_flags attach blocks
+    checksum count decoded digest digest_of encoded evaluated find finite gather has_ended in_words judge listed
+    listen load make make_directory measure members number of opened own_name parsed parts_of place plain prefixes
+    prepare printable put read record request require_own require_storable restore run same say scaled serve settle
+    shown slowest some_of start state_of summarize sweep synchronize table take text threads train unpack unpacked
+    unused whole write written
+"""
+EVERYWHERE = {"main", "parse"}  # of each command
+SAME_NAME = {"parts", "start", "images", "loading", "mnist"}  # files: only to become fewer
+ALIKE = {  # files whose names differ in their endings: only to become fewer
+    frozenset(pair.split("/"))
+    for pair in ("export/exporting", "tuned/tuning", "gpu/gpus", "sharding/shards", "prepare/prepared", "run/runs",
+                 "checkpoint/checkpoints")
+}  # fmt: skip
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of hvdtrain that a file imports when it is imported, also for annotations."""
+    nodes: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    nodes += [inner for node in nodes if isinstance(node, ast.If) for inner in ast.walk(node)]
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in FILES else node.module for name in modules}
+    return names & FILES.keys()
+
+
+def test_imports_make_no_circle_annotations_included():
+    graph = {
+        name: {other for other in imported(path) if (name, other) not in FOR_ANNOTATIONS}
+        for name, path in FILES.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+    unused = [pair for pair in FOR_ANNOTATIONS if pair[1] not in imported(FILES[pair[0]])]
+    assert not unused, "take them out of FOR_ANNOTATIONS"
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the public names that a file defines at its top level."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_has_one_meaning():
+    places = defaultdict(list)
+    for module, path in FILES.items():
+        for name in names_in(path) - EVERYWHERE - set(SEVERAL_MEANINGS.split()):
+            places[name].append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def stem(name: str) -> str:
+    """Return a file's name without the ending of a plural or a gerund."""
+    ending = next((one for one in ("ing", "ed", "s", "e") if name.endswith(one) and len(name) > len(one) + 2), "")
+    return name.removesuffix(ending)
+
+
+def test_a_file_is_found_by_its_name():
+    by_name, by_stem = defaultdict(list), defaultdict(set)
+    for path in FILES.values():
+        if path.stem != "__init__":
+            by_name[path.stem].append(path)
+            by_stem[stem(path.stem)].add(path.stem)
+    assert {name for name, paths in by_name.items() if len(paths) > 1} <= SAME_NAME
+    assert {frozenset(names) for names in by_stem.values() if len(names) > 1} <= ALIKE
