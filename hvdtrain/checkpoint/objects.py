@@ -1,6 +1,8 @@
 """The part of a checkpoint that holds models, optimizers, the loss scaler, and what `run.register` was given."""
 
 import copy
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +11,14 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.checksums import checksum
 from hvdtrain.checkpoint.comparison import chosen_for
 from hvdtrain.checkpoint.parts import Content, Part
 from hvdtrain.checkpoint.resume import Resume
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.broadcasts import load_exactly
+from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.engines.portable import difference, to_json
 from hvdtrain.loop.prepared import Prepared
 from hvdtrain.loop.schedules import redone
 
@@ -48,12 +53,72 @@ class Objects(Part):
         self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
         self._of_program: Settings = []  # of the optimizers, as the program has made them
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
+        self._compared = False  # the states of optimizers, between ranks
+        self._noted: tuple[list[tuple[Tensor, Tensor]], list[Any], dict[str, Any]] | None = None
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def ready(self) -> None:
         self._prepared.require_same_parameters()
 
+    def _require_same_states(self) -> None:
+        """Raise UserError on every rank if the state of an optimizer differs between ranks: a checkpoint has rank 0's. A
+        collective, up to the first checkpoint after an update. With local steps, each group has its own, which is saved."""
+        if self._compared or self._engine.size == 1 or self._resume.own_optimizers:
+            return
+        kinds, sums = [type(optimizer).__name__ for optimizer in self._prepared.optimizers], list[str]()
+        remedy = "use one that keeps all of its state on every rank"
+        with self._engine.raising_together("optimizer states"):
+            for optimizer in self._prepared.optimizers:
+                try:
+                    state = optimizer.state_dict()["state"]
+                except RuntimeError as error:  # of torch's ZeroRedundancyOptimizer
+                    what = type(optimizer).__name__
+                    raise UserError(f"the state of {what} cannot be saved ({one_line(error)}): {remedy}") from error
+                with contents.storable(*contents.about_optimizer(optimizer)):
+                    packed = to_json(state, lambda tensor: int(checksum(tensor)))
+                sums.append(hashlib.sha256(json.dumps(packed).encode()).hexdigest() if state else "")
+        for rank, theirs in enumerate(rows := self._engine.all_gather_object(sums, "optimizer states.sums")):
+            if theirs != rows[0]:
+                what = kinds[next(number for number, one in enumerate(theirs) if one != rows[0][number])]
+                message = (
+                    f"the state of {what} differs between ranks 0 and {rank}, and a checkpoint would hold rank 0's"
+                )
+                raise UserError(f"{message}: {remedy}", everywhere=True)
+        self._compared = any(sums)
+
+    # ---- an epoch that is resumed: what the program does at its head is done again, and was in the checkpoint
+
+    def note(self) -> None:
+        """Note all states as of the last step, before the program comes to the head of the epoch."""
+        objects = {name: what for name, what in self.registered.items() if not isinstance(what, nn.Module)}
+        self._noted = (
+            [(one, one.clone()) for module in self._all_modules() for one in contents.tensors_of(module).values()],
+            [copy.deepcopy(optimizer.state_dict()) for optimizer in self._prepared.optimizers],
+            {name: copy.deepcopy(what.state_dict()) for name, what in objects.items()},
+        )
+
+    def put_back(self) -> None:
+        """Undo what the head of the epoch has changed. Each rank has its own states, so this is no collective."""
+        if self._noted is None:
+            return
+        (tensors, optimizers, objects), self._noted = self._noted, None
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
+        for optimizer, held in zip(self._prepared.optimizers, optimizers, strict=True):
+            if self._resume.lengthened:  # rates follow the new end
+                held = held | {"param_groups": optimizer.state_dict()["param_groups"]}
+            if difference(held, optimizer.state_dict()):
+                load_exactly(optimizer, held)
+        for name, state in objects.items():
+            if difference(state, self.registered[name].state_dict()):
+                self.registered[name].load_state_dict(state)
+
+    def _all_modules(self) -> list[nn.Module]:
+        return [*self._prepared.models, *self.modules(self.registered).values()]
+
     def save(self, content: Content) -> None:
+        self._require_same_states()
         self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
         if not content.writes:
             return
@@ -100,6 +165,10 @@ class Objects(Part):
             return
         self._saved = settings_of(optimizers)
         set_settings(optimizers, self._of_program)
+        for optimizer, saved in zip(optimizers, self._saved, strict=True):
+            for group, theirs in zip(optimizer.param_groups, saved, strict=True):
+                if "initial_lr" in theirs and "lr" in group:  # a new scheduler with last_epoch=N asks for it
+                    group.setdefault("initial_lr", copy.deepcopy(group["lr"]))
         if self._resume.lengthened:  # a new scheduler, as `schedules.redone` makes one, takes this as its initial rate
             for optimizer, saved in zip(optimizers, self._saved, strict=True):
                 for group, theirs in zip(optimizer.param_groups, saved, strict=True):

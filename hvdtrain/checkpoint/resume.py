@@ -44,6 +44,7 @@ class Resume:
         self.engine, self.output, self._flags = engine, output, flags
         self.writes = flags.output_dir is not None and flags.evaluate is None
         self.directory: Path | None = flags.output_dir / "checkpoints" if self.writes else None
+        self.own_optimizers = flags.sync_every > 1  # each group of ranks saves its own state of them
         self.initial = Initial(engine.size, flags.batch_size, flags.accumulate)
         self.lengthened: list[Difference] = []  # --epochs or --steps, if the resumed run has another number of them
         self.continues = False  # on rank 0: the run in --output-dir is resumed, and its files are appended to

@@ -21,13 +21,15 @@ from hvdtrain.launching import processes
 
 
 class Holder(NamedTuple):
-    """One lock of a process. place: boot and pid namespace, within which pids can be compared. started: ticks since boot."""
+    """One lock of a process. place: boot and pid namespace, within which pids can be compared. started: ticks since boot.
+    file: the inode of the lock, which a copy of a running run's directory has not."""
 
     host: str
     place: str
     pid: int
     started: int
     token: str
+    file: int = 0
 
     def runs(self) -> bool:
         """Return whether the process is known to run. One of another host, or of another container, is not."""
@@ -56,8 +58,9 @@ def note(handle: int, holder: Holder | None) -> None:
 def noted(path: Path) -> Holder | None:
     """Return who is noted; None if nobody is, or if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        host, place, pid, started, token = json.loads(path.read_bytes()[:10_000])
-        return Holder(str(host), str(place), int(pid), int(started), str(token))
+        host, place, pid, started, token, file = json.loads(path.read_bytes()[:10_000])
+        if file == path.lstat().st_ino:
+            return Holder(str(host), str(place), int(pid), int(started), str(token), int(file))
     return None
 
 
@@ -95,6 +98,7 @@ class Lock:
 
     def _take(self, seconds: float) -> int:
         handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, mode=0o600)
+        self._me = self._me._replace(file=os.fstat(handle).st_ino)
         give_rights_of(self._path.parent, handle)
         until = time.monotonic() + seconds
         while True:

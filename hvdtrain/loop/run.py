@@ -285,6 +285,8 @@ class Run:
         self.checkpoints.objects.restore_settings()
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
+        if self.state.samples_of_epoch:
+            self.checkpoints.objects.note()
         if self._has_ended():
             return
         while self.length.is_left(self.state):
@@ -357,6 +359,7 @@ class Run:
 
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
+        self.checkpoints.objects.put_back()
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)
         while state.step != self.length.steps and (planned := next(ahead, None)) is not None:

@@ -1,0 +1,100 @@
+"""What a program does at the head of an epoch counts once, also in an epoch that is resumed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain import training
+from hvdtrain.engines.lock import Lock
+from tests.single.training.small import Killed, X, flags_for
+
+
+class Counter:
+    number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def halve_rate(net, optimizer, scheduler, counter):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+HEADS = {
+    "rate": halve_rate,
+    "scheduler": lambda net, optimizer, scheduler, counter: scheduler.step(),
+    "buffer": lambda net, optimizer, scheduler, counter: net.heat.mul_(0.5),
+    "weights": lambda net, optimizer, scheduler, counter: net.weight.data.mul_(0.5),
+    "momentum": lambda net, optimizer, scheduler, counter: optimizer.state.clear(),
+    "counter": lambda net, optimizer, scheduler, counter: setattr(counter, "number", counter.number + 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("head", HEADS)
+def test_the_head_of_a_resumed_epoch_counts_once(head, tmp_path):
+    def program(directory, stop=None):
+        with training.start(flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=3)) as run:
+            net, counter = nn.Linear(3, 1), Counter()
+            net.register_buffer("heat", torch.ones(()))
+            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            run.register(scheduler=scheduler, counter=counter)
+            for _ in run.epochs(3):
+                HEADS[head](net, optimizer, scheduler, counter)
+                for step in run.steps(X):
+                    for (x,) in step.batches():
+                        step.backward((model(x) * net.heat - counter.number).square().mean())
+                    step.update()
+                    if step.number == stop:
+                        raise Killed
+        state = {name: value.tolist() for name, value in net.state_dict().items()}
+        return state, optimizer.param_groups[0]["lr"], counter.number, copy.deepcopy(scheduler.state_dict())
+
+    whole = program(tmp_path / "whole")
+    with pytest.raises(Killed):
+        program(tmp_path / "apart", 8)
+    assert program(tmp_path / "apart") == whole
+
+
+def test_a_scheduler_with_last_epoch_finds_the_initial_rate(tmp_path):
+    """KeyError: 'initial_lr'."""
+
+    def program(stop=None):
+        with training.start(flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1", epochs=3)) as run:
+            net = nn.Linear(3, 1)
+            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            epoch = int(run.epochs_done)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch=epoch - 1)
+            run.register(scheduler=scheduler)
+            for _ in run.epochs(3):
+                for step in run.steps(X):
+                    for (x,) in step.batches():
+                        step.backward(model(x).square().mean())
+                    step.update()
+                    if step.number == stop:
+                        raise Killed
+                scheduler.step()
+            return scheduler.get_last_lr()
+
+    with pytest.raises(Killed):
+        program(8)
+    assert program() == [0.0125]
+
+
+def test_a_copy_of_a_running_run_is_not_locked(tmp_path):
+    """Its lock named the process that had the original."""
+    (tmp_path / "original").mkdir()
+    original = Lock(tmp_path / "original", 0.0)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / ".lock").write_bytes((tmp_path / "original" / ".lock").read_bytes())
+    Lock(tmp_path / "copy", 0.0).release()
+    with pytest.raises(TimeoutError):
+        Lock(tmp_path / "original", 0.0)
+    original.release()
