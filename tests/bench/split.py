@@ -21,10 +21,10 @@ from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
+from hvdtrain.features import non_finite
 from hvdtrain.features.replicas import Replicas
 from hvdtrain.inputs.tensors import Tensors
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.loop import step
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.stopping import Stopping
 from hvdtrain.models.convnet import ConvNet, CosineNet
@@ -72,7 +72,7 @@ counted(torch.Tensor, "backward", "backward")
 counted(HorovodEngine, "synchronize", "all-reduce")
 counted(torch.amp.GradScaler, "step", "optimizer")
 counted(torch.optim.Optimizer, "zero_grad", "optimizer")
-counted(step, "finite", "guards")
+counted(non_finite, "finite", "guards")
 counted(Stopping, "decide", "guards")
 counted(Replicas, "compare", "guards")
 counted(Checkpoints, "save", "checkpoints")

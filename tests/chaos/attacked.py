@@ -34,7 +34,7 @@ from hvdtrain.engines.start import engine_class
 from hvdtrain.guards import connection
 from hvdtrain.inputs import loading
 from hvdtrain.launching import exit_codes, processes
-from hvdtrain.loop import evaluation
+from hvdtrain.loop.run import Run
 
 ATTACK = json.loads(os.environ.get("ATTACK", "{}"))
 STRUCK = Path(os.environ.get("STRUCK", os.devnull))
@@ -140,7 +140,7 @@ def before(owner: object, name: str, point: str) -> None:
 before(training, "start", "start")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
-before(evaluation.Evaluations, "_go_on", "evaluating")
+before(Run, "_go_on", "evaluating")
 before(checkpoints.Checkpoints, "restore", "restore")
 before(checkpoint, "digest", "digest")
 before(atomic, "sync_directory", "directory")

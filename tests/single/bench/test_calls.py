@@ -55,3 +55,10 @@ def test_calls_of_other_packages_and_other_steps_are_not_counted():
     assert calls_of_step(steps, 0) == [Call("inputs/sharding.py", "passes_per_step")] * 3
     assert calls_of_step(steps, 1) == []
     assert sys.getprofile() is None
+
+
+@pytest.mark.parametrize("program", [("-c", "import tests.chaos.attacked"), ("-m", "tests.bench.split", "--help")])
+def test_what_attacks_and_the_split_of_a_step_replace_is_there(program):
+    """They replace functions of ours by name, and no other quick test starts both."""
+    root = Path(__file__).resolve().parents[3]
+    subprocess.run([sys.executable, *program], cwd=root, capture_output=True, timeout=200, check=True)
