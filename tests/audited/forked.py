@@ -1,0 +1,112 @@
+"""Starts a program in a process that is forked from one that has imported torch: 4 s less for each run.
+
+python forked.py serve SOCKET                              imports torch, and forks for each request
+python forked.py run SOCKET RANKS PROGRAM ARGUMENTS...     as `python PROGRAM ARGUMENTS...` on so many ranks; ends as they do
+"""
+
+import array
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+
+
+def serve(path):
+    import torch
+    import torch.optim.swa_utils
+    import torch.utils.data
+
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen(16)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        connection, _ = server.accept()
+        if os.fork():
+            connection.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        server.close()
+        supervise(connection, torch)
+        os._exit(0)
+
+
+def supervise(connection, torch):
+    data, (ancillary, *_), *_ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(4))
+    output = array.array("i", ancillary[2])[0]
+    request = json.loads(data)
+    pids = [pid for rank in range(request["ranks"]) if (pid := fork(request, rank, output, torch))]
+    os.close(output)
+    code = 0
+    alive = {pid: os.pidfd_open(pid) for pid in pids}
+    while alive:
+        ready = select.select([connection, *alive.values()], [], [])[0]
+        asked = connection.recv(64) if connection in ready else None
+        if asked == b"" or (code and not asked):  # the client was killed, or a rank has failed
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+        elif asked:
+            for pid in alive:
+                os.kill(pid, signal.SIGTERM)
+        for pid in [pid for pid, fd in alive.items() if fd in ready or asked == b"" or code]:
+            code = os.waitpid(pid, 0)[1] if not code else (os.waitpid(pid, 0), code)[1]
+            os.close(alive.pop(pid))
+            if code:
+                for other in alive:
+                    os.kill(other, signal.SIGKILL)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(str(code).encode())
+
+
+def fork(request, rank, output, torch):
+    pid = os.fork()
+    if pid:
+        return pid
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"], RANK=str(rank), WORLD_SIZE=str(request["ranks"]))
+    sys.path[:0] = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.argv = request["words"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    if "HVDTRAIN_AUDIT" in os.environ:
+        import hvdtrain_audit_recorder
+
+        hvdtrain_audit_recorder.attach(torch)
+    code = 1
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(path, ranks, *words):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        signal.signal(signal.SIGTERM, lambda *_: client.send(b"term"))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        request = {"ranks": int(ranks), "words": words, "environment": environment, "folder": os.getcwd()}
+        socket.send_fds(client, [json.dumps(request).encode()], [1])
+        status = int(client.recv(64) or 9)
+    if os.WIFSIGNALED(status):
+        os.kill(os.getpid(), os.WTERMSIG(status) if os.WTERMSIG(status) != signal.SIGXFSZ else signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit({"serve": serve, "run": run}[sys.argv[1]](*sys.argv[2:]))
