@@ -38,6 +38,7 @@ FOLDERS = (
     "models",
     "analysis",
     "checks",
+    "audit",
 )
 SECONDS = 900.0  # limit of each part of the tests
 PYTEST = [

@@ -19,6 +19,7 @@ from .runs import NotAudited, Program, Run, remove
 from .verdicts import CAUSES, Verdict, Whole, compare_wholes, judge
 
 HOURS = 3600.0
+ELSEWHERE = "a second whole run went on from the first one: the program keeps its state elsewhere, not under {out}"
 PLACES = {"step": "after step {number}", "within": "within step {number}", "evaluation": "in evaluation {number}",
           "file": "while a file is written after step {number}"}  # fmt: skip
 HOW = {"one": "SIGKILL of rank {rank}", "all": "SIGKILL of all", "term": "SIGTERM to the launcher"}
@@ -30,9 +31,10 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def whole_runs(program: Program, options: Namespace) -> Whole:
-    """Run the program twice. Raises NotAudited if nothing could be said after that."""
-    runs = []
+def whole_runs(program: Program, options: Namespace) -> tuple[Whole, dict[str, str]]:
+    """Run the program twice; return its metrics, too. Raises NotAudited if nothing could be said after that."""
+    runs: list[Run] = []
+    last: dict[str, str] = {}
     for name in ("whole", "again"):
         out = program.folder / "out" / name
         run = program.run(name, out, options.np, options.timeout or HOURS, whole=True)
@@ -42,6 +44,8 @@ def whole_runs(program: Program, options: Namespace) -> Whole:
             raise NotAudited(
                 f"the program itself ends with {run.code}, without any kill: {run.last_line()} ({run.said})"
             )
+        if not run.steps and runs:
+            raise NotAudited(ELSEWHERE)
         if not run.steps:
             raise NotAudited(
                 "no optimizer made a step that could be seen: the audit sees torch.optim in Python 3 that reads PYTHONPATH"
@@ -52,16 +56,14 @@ def whole_runs(program: Program, options: Namespace) -> Whole:
                 f"-np {options.np}, but the program trained as ranks {sorted(run.ranks)}: --launcher starts them"
             )
         runs.append(run)
+        last = last or metrics(run, out, options.metric_regex)
         say(f"{name}: {run.steps} steps, {run.seconds:.1f} s")
         if not options.keep:
             remove(out)
     whole, again = runs
     if again.ranks[0].steps[0]["before"]["weights"] in {step["weights"] for step in whole.ranks[0].steps}:
-        raise NotAudited(
-            "a second whole run went on from the first one's weights: the program keeps its state outside of {out}, where no"
-            " kill can be judged"
-        )
-    return compare_wholes(whole, again)
+        raise NotAudited(ELSEWHERE)
+    return compare_wholes(whole, again), last
 
 
 def draw(number: int, options: Namespace, whole: Whole) -> dict[str, Any]:
@@ -242,10 +244,7 @@ def audit(options: Namespace) -> int:
         except re.error as error:
             raise NotAudited(f"--metric-regex: {error}") from None
     program = Program(options.command, options.launcher, folder_of(options), options.grace)
-    keep, options.keep = options.keep, options.keep or bool(options.metric_regex)
-    whole = whole_runs(program, options)
-    last = metrics(whole.run, program.folder / "out" / "whole", options.metric_regex)
-    options.keep = keep
+    whole, last = whole_runs(program, options)
     facts = f"{options.np} rank{'s' if options.np > 1 else ''}, {whole.steps} steps, {whole.run.seconds:.1f} s, "
     facts += f"seed {options.seed}; two whole runs: {'; '.join(whole.differs.values()) or 'the same bits'}"
     say(facts)

@@ -70,7 +70,7 @@ def main():
         if WORLD > 1:
             distributed.broadcast(parameter.data, 0)
     model = nn.parallel.DistributedDataParallel(inner) if WORLD > 1 else inner
-    average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = CosineAnnealingLR(optimizer, EPOCHS * STEPS)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)

@@ -1,0 +1,137 @@
+"""Each fault of a program is told from every other, and a sound program from all: tests/audited/program.py has them."""
+
+import copy
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.audit.runs import Program
+from hvdtrain.audit.verdicts import compare_wholes, judge
+from tests.audited import forked
+from tests.e2e.launchers import environment
+from tests.waiting import wait_for
+
+PROGRAM = forked.__file__.replace("forked", "program")
+LATER = {"losses", "evaluations", "final weights"}
+# Of the second start alone: the guarantees that fail, and a part of what is said of the first of them.
+AFTERWARDS = {
+    "none": (set(), ""),
+    "nothing": ({"resumes", "work repeated"}, "it starts over"),
+    "traceback": ({"resumes", "exit codes"}, "it ends with 1: ValueError: a checkpoint that this program can't read"),
+    "weights": ({"weights", *LATER}, "of no step of the whole run; the optimizer's count of steps say: before step 16"),
+    "buffers": ({"weights", *LATER - {"losses"}}, "buffers of the model, such as running means, differ"),
+    "optimizer": ({"optimizer state", "learning rates", *LATER}, "AdamW: for 0 parameters instead of 6"),
+    "scheduler": ({"learning rates", *LATER}, "step 17: 0.00628212 instead of 0.00586824"),
+    "scaler": ({"gradient scaler", "losses"}, "step 16: scale and count [1024.0, 0] instead of [8192.0, 0]"),
+    "random": ({"random numbers", *LATER}, "torch from step 16 on"),
+    "samples": ({"samples", "number of steps", *LATER}, "of 288, 0 lost, 24 repeated, from step 16 on"),
+    "rest": ({"samples", "number of steps", *LATER}, "of 288, 72 lost, 0 repeated, from step 16 on"),
+    "augmentation": ({"augmentation", *LATER}, "other content in 168 of 168 uses of the same samples, from step 16 on"),
+    "loss": (LATER, "step 16: "),
+    "average": ({"evaluations"}, "after step 24: other results"),
+    "processes": ({"left behind"}, "1 processes, such as sleep 600"),
+}  # fmt: skip
+# Of both starts: the place and the kind of the kill, too.
+THROUGHOUT = {
+    "none": ("file", "one", set(), ""),
+    "torn": ("file", "one", {"resumes", "exit codes"}, "it ends with 1: "),
+    "files": ("file", "one", {"left behind"}, "1 temporary files, such as checkpoint.pt."),
+    "term": ("step", "term", {"exit codes"}, "0 after SIGTERM, with 16 of 36 steps done"),
+    "older": ("step", "one", {"work repeated"}, "13 steps, although checkpoint.pt was written before step 13"),
+}
+
+
+class Audited:
+    """Two whole runs of a sound program, and one that was killed after step 16."""
+
+    def __init__(self, folder, server, ranks):
+        self.folder, self.server, self.ranks = folder, server, ranks
+        whole, again = self.run("whole", "none"), self.run("again", "none")
+        assert (whole.code, again.code, sorted(whole.ranks)) == (0, 0, list(range(ranks)))
+        self.whole = compare_wholes(whole, again)
+        self.killed = self.run("killed", "none", kill={"place": "step", "number": 16, "rank": ranks - 1, "how": "one"})
+        assert self.killed.code < 0
+
+    def run(self, name, fault, out=None, kill=None):
+        line = [sys.executable, forked.__file__, "run", self.server, str(self.ranks), PROGRAM, "{out}", fault]
+        program = Program(line, "none", self.folder, 60.0)
+        return program.run(
+            name, out or self.folder / f"out-{name}", self.ranks, 250.0, kill, name.startswith(("whole", "again"))
+        )
+
+    def failing(self, killed, resumed, how="one"):
+        verdicts = judge(self.whole, killed, resumed, how, other_ranks=False)
+        wrong = {name: verdict.text for name, verdict in verdicts.items() if verdict.status == "fails"}
+        return set(wrong), next(iter(wrong.values()), ""), verdicts
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("server") / "socket"
+    process = subprocess.Popen([sys.executable, forked.__file__, "serve", path], env=environment(OMP_NUM_THREADS="1"))
+    wait_for(path.exists, "it does not listen", 200)
+    yield str(path)
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def audited(request, server, tmp_path_factory):
+    return Audited(tmp_path_factory.mktemp("audited"), server, request.param)
+
+
+@pytest.mark.parametrize("fault", AFTERWARDS)
+def test_told_apart(fault, audited):
+    out = audited.folder / f"out-{fault}"
+    shutil.copytree(audited.folder / "out-killed", out)
+    expected, said = AFTERWARDS[fault]
+    failing, text, verdicts = audited.failing(audited.killed, audited.run(fault, fault, out))
+    assert (failing, said in text) == (expected, True), verdicts
+    assert {verdict.status for verdict in verdicts.values()} <= {"ok", "fails", "not seen"}
+
+
+@pytest.mark.parametrize("fault", THROUGHOUT)
+def test_told_apart_by_a_kill_of_its_own(fault, audited):
+    place, how, expected, said = THROUGHOUT[fault]
+    kill = {"place": place, "number": 17 if place == "file" else 16, "rank": 0 if place == "step" else None, "how": how}
+    kill["bytes"] = audited.whole.run.ranks[0].steps[-1]["file"][2] // 2
+    name = f"{fault}-{place}"
+    killed = audited.run(f"{name}-killed", fault, kill=kill)
+    out = audited.folder / f"out-{name}-killed"
+    failing, text, verdicts = audited.failing(killed, audited.run(f"{name}-resumed", fault, out), how)
+    assert (failing, said in text) == (expected, True), verdicts
+    if place == "file":
+        assert kill["bytes"] in killed.files.values()  # the kernel has stopped in the middle of it
+
+
+def test_nothing_is_judged_that_was_not_seen(audited):
+    """Where two whole runs differ, by a seed of the clock: bits are left out, the order of samples and the rest are not."""
+    if audited.ranks > 1:
+        pytest.skip("once")
+    resumed = audited.run(
+        "unseeded", "unseeded", shutil.copytree(audited.folder / "out-killed", audited.folder / "out-unseeded")
+    )
+    whole = compare_wholes(audited.whole.run, audited.run("again-unseeded", "unseeded"))
+    verdicts = judge(whole, audited.killed, resumed, "one", other_ranks=False)
+    left_out = {name for name, verdict in verdicts.items() if verdict.status == "left out"}
+    assert left_out >= {"weights", "losses", "final weights", "random numbers", "gradient scaler", "optimizer state"}
+    assert {verdicts[name].status for name in ("resumes", "samples", "learning rates", "number of steps")} == {"ok"}
+    blind = copy.deepcopy(
+        (audited.whole, audited.killed, audited.run("none-again", "none", audited.folder / "out-killed"))
+    )
+    for run in (blind[0].run, *blind[1:]):
+        for step in run.ranks[0].steps:
+            step.update(rows=[], loss=[])
+        run.ranks[0].evaluations.clear()
+    verdicts = judge(*blind, "one", other_ranks=False)
+    assert {verdicts[name].status for name in ("samples", "augmentation", "losses", "evaluations")} == {"not seen"}
+
+
+def test_the_state_of_another_run(audited):
+    kill = {"place": "step", "number": 30, "rank": 0, "how": "one"}
+    audited.run("later", "none", kill=kill)
+    failing, text, _ = audited.failing(audited.killed, audited.run("mixed-up", "none", audited.folder / "out-later"))
+    assert failing == {"resumes"}
+    assert text.startswith("it begins before step 28, and the killed run had done 16: it found another run's state.")
