@@ -28,6 +28,7 @@ NAVIGATION = {
         "docs/techniques",
         "docs/choosing",
         "docs/restarts",
+        "docs/audit",
         "docs/watching",
         "docs/troubleshooting",
     ],

@@ -11,7 +11,7 @@ from hvdtrain.__main__ import parser_of
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
 COMMANDS = ("mnist", "imagenet", "lm", "benchmark", "reduce", "report", "doctor", "export")
-COMMANDS += ("starter", "tuned", "unpack", "datasets.make_shards", "checkpoint.verify")
+COMMANDS += ("starter", "tuned", "audit", "unpack", "datasets.make_shards", "checkpoint.verify")
 SAME = "`--help` prints the same. A number after `=` is the default. Paths may begin with `~`.\n"
 MADE = "Made from the source by `python docs/site/reference.py`.\n"
 

@@ -28,6 +28,7 @@ ORDER = json.loads(
     os.environ["HVDTRAIN_AUDIT"]
 )  # log: a prefix of files; out: a folder; whole: bool; kill: a place, or null
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+FACTORS: dict[Any, Any] = {}  # odd numbers, on each device
 torch: Any = None  # set by `attach`: the recorder may not import it before the program does
 
 
@@ -39,7 +40,10 @@ def digest(*parts: bytes) -> str:
 
 
 def raw(tensor: Any) -> bytes:
-    """Return the bytes of a tensor. On an accelerator they are summed there, in 64-bit integers, which is exact."""
+    """Return the bytes of a tensor; of a large one, wherever it is, sums of its 64-bit words in exact integers."""
+    count = tensor.numel() * tensor.element_size()
+    if count < 4096 and tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous():
+        return ctypes.string_at(tensor.data_ptr(), count)  # soon: most tensors of a small model
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):  # a DTensor: the part of this rank
         tensor = tensor.to_local()
@@ -47,17 +51,13 @@ def raw(tensor: Any) -> bytes:
         return raw(tensor.coalesce().values()) if tensor.layout == torch.sparse_coo else raw(tensor.to_dense())
     tensor = tensor.contiguous()
     count = tensor.numel() * tensor.element_size()
-    if not count:
-        return b""
-    if tensor.device.type != "cpu" and count % 8 == 0 and count >= 4096 and tensor.data_ptr() % 8 == 0:
-        whole = tensor.flatten().view(torch.uint8).view(torch.int64)
-        sums = []
-        for chunk in whole.split(1 << 22):  # 32 MB, so that the program's memory suffices
-            factors = torch.arange(chunk.numel(), device=chunk.device, dtype=torch.int64) * 2654435762 + 1
-            sums.append((chunk * factors).sum())
-        return str(torch.stack(sums).tolist()).encode()
-    tensor = tensor.cpu()
-    return ctypes.string_at(tensor.data_ptr(), count)
+    if count >= 4096 and count % 8 == 0 and tensor.data_ptr() % 8 == 0:
+        words = tensor.reshape(-1).view(torch.uint8).view(torch.int64)
+        if words.device not in FACTORS:
+            FACTORS[words.device] = torch.arange(1 << 20, device=words.device, dtype=torch.int64) * 2654435762 + 1
+        sums = [(chunk * FACTORS[words.device][: len(chunk)]).sum() for chunk in words.split(1 << 20)]
+        return repr(torch.stack(sums).tolist()).encode()
+    return ctypes.string_at(tensor.cpu().data_ptr(), count) if count else b""
 
 
 def tensors_in(value: object) -> Iterator[Any]:
@@ -87,8 +87,8 @@ def generators() -> dict[str, str]:
     }
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        name, keys, *rest = numpy.get_state()
-        states["numpy"] = digest(keys.tobytes(), repr((name, rest)).encode())
+        # Its memory: get_state() takes longer than the step of a small model.
+        states["numpy"] = digest(ctypes.string_at(numpy.mtrand._rand._bit_generator.ctypes.state_address, 2500))
     if torch.cuda.is_initialized():
         states["CUDA"] = digest(raw(torch.cuda.get_rng_state()))
     return states
@@ -242,11 +242,15 @@ def samples(inputs: list[Any], batches: Batches) -> list[list[Any]]:
     """Return content and index of each row. Inputs that have no row for each sample belong to the content of all."""
     count = len(inputs[0])
     columns = {id(tensor): rows_of(tensor) for tensor in inputs if len(tensor) == count}
-    shared = digest(*(raw(tensor) for tensor in inputs if len(tensor) != count)).encode()
+    others = [raw(tensor) for tensor in inputs if len(tensor) != count]
+    shared = digest(*others).encode() if others else b""
     widest = max((tensor for tensor in inputs if len(tensor) == count), key=lambda tensor: tensor[:1].nbytes)
     indices = batches.indices(columns[id(widest)]) if count else []
     return [
-        [digest(*row, shared), index if index is None or isinstance(index, int) else str(index)]
+        [
+            digest(*row, shared) if len(row) > 1 or shared else row[0].hex(),
+            index if index is None or isinstance(index, int) else str(index),
+        ]
         for *row, index in zip(*columns.values(), indices, strict=True)
     ]
 
