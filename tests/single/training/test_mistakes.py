@@ -74,7 +74,6 @@ MISTAKES = {
     "steps before prepare": (dict(unprepared="run.steps(X)"), r"run.steps\(\) before run.prepare\(\)"),
     "epochs before prepare": (dict(unprepared="next(run.epochs(1))"), r"run.epochs\(\) before run.prepare\(\)"),
     "data described twice": (dict(unprepared='run.describe_data("a", "b"); run.describe_data("a", "b")'), "was already called"),
-    "data described by a set": (dict(unprepared='run.describe_data("a", "b", c=[{1}])'), r"describe_data\(c=...\) got a set: give it numbers"),
     "data described by all of it": (dict(unprepared='run.describe_data("a", "b", c="x" * 70_000)'), "longer than .* give it a checksum"),
     "data of another name": (dict(unprepared='run.describe_data("a", "b", dataset="c")'), "the name of the data is its first argument"),
     "data without a name": (dict(unprepared='run.describe_data(None, "b")'), "got None as the name: give it one line of text"),
@@ -168,7 +167,7 @@ MISTAKES = {
     "a loader prepared": (dict(prepare="net, DataLoader(DATA, 8)"), "got Sequential, DataLoader: give it models and optimizers"),
     "a wrapped model": (dict(prepare="nn.DataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)"), "a DataParallel would reduce"),
     "a list registered": (dict(prepared="run.register(losses=[])"), r"run.register\(losses=...\) got a list: it has no state_dict"),
-    "a function registered": (dict(prepared="run.register(it=Stateful())"), "holds a builtin_function_or_method, which a checkpoint"),
+    "a function registered": (dict(prepared="run.register(it=Stateful())"), r"holds a builtin_function_or_method at \['function'\], which a checkpoint"),
     "registered after an epoch": (dict(after="run.register(late=network())"), r"run.register\(\) once training has begun, where a"),
     "an unknown target": (dict(stop_at='{"acuracy": 0.9}'), r'acuracy has no direction: training.start\(flags, metrics='),
     "a target that is not recorded": (
@@ -386,6 +385,7 @@ RIGHT = {  # what looks like a mistake, and is right
         before="class Plain(torch.optim.Optimizer):\n    def step(self): self.param_groups[0]['params'][0].data.mul_(0.5)",
         prepare="net, Plain(net.parameters(), {})",
     ),
+    "data described by a set": dict(unprepared='run.describe_data("a", "b", c=[{1}])'),
     "a larger batch than the data": dict(before="flags.batch_size = 1000"),
     "a layer unfrozen later": dict(
         prepare="(net[0].requires_grad_(False), net)[1], torch.optim.SGD(net.parameters(), lr=0.1)",
