@@ -41,6 +41,8 @@ def read_state(path: Path) -> Any:
         raise UserError(f"--weights {path}: {error.strerror or error}: name a file that can be read") from error
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "weights_only" in str(error):  # a long text of torch, with escape codes, about how to run what is in it
+            first = "it holds a whole model, or other objects"
         remedy = "save it with torch.save(model.state_dict())"
         raise UserError(f"--weights {path}: not a file of weights ({first}): {remedy}") from error
 
@@ -59,6 +61,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
         require_match(state, model.state_dict())
     except ValueError as error:
         remedy = "choose the --model, and data with as many classes, that it was saved from"
+        prefix = next(iter(state), "").split(".")[0] + "."
+        if {name.removeprefix(prefix) for name in state} == set(model.state_dict()):
+            remedy = f"its names begin with {prefix}: save the state_dict of that part"
         if all(name.startswith(("module.", "_orig_mod.")) for name in state) and state:
             remedy = "save model.module.state_dict(), of a compiled one model._orig_mod"
             remedy = f"its names are those of a wrapped model: {remedy}"
