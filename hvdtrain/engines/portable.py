@@ -33,6 +33,7 @@ MAPPINGS: Mapping[str, type] = {
 NAMES = {kind: name for name, kind in (*SEQUENCES.items(), *MAPPINGS.items())}
 FACTORIES: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, str, list, dict, set, tuple, Counter)}
 COUNTED = frozenset([list, set, deque, bytearray, *MAPPINGS.values()])  # and arrays and tensors: they can be changed
+TENSORS = {Tensor, nn.Parameter}  # not of derived classes, which may have more than their values
 NUMBERS = "biufcmMSU"  # kinds of numpy's dtypes whose bytes are all of their value
 LONGEST_INT = 2**2048  # Python's limit for reading digits is twice as long
 DEEPEST = 100  # levels: each takes up to three of Python's 1,000 frames, also when it is read
@@ -59,8 +60,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
+def require_values(tensor: Tensor) -> None:
+    """Raise NotStored for a tensor without values."""
+    if tensor.is_meta:
+        raise NotStored("meta tensor")
+
+
 def embedded(tensor: Tensor) -> str:
-    """Return the tensor's bytes as text."""
+    """Return the tensor's bytes as text. Raises NotStored."""
+    require_values(tensor)
     return base64.b64encode(bytes_of(tensor).numpy().data).decode() if tensor.numel() else ""
 
 
@@ -98,12 +106,18 @@ def is_scalar(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.generic)
 
 
+def has_memory(value: Any) -> bool:
+    """Return whether `value` is a tensor whose values lie in memory of its own, or of which it is a view."""
+    plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta
+    return plain and bool(value.numel())
+
+
 def identity(value: Any) -> object:
     """Return the same for two names of one object that can be changed; None: it cannot be changed.
 
     `detach` and `data` make new objects for the memory of one tensor, so of a tensor, memory and shape count.
     """
-    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.numel() and not value.is_meta:
+    if has_memory(value):
         return type(value), value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
     counted = type(value) in COUNTED or isinstance(value, Tensor) or is_array(value)
     return id(value) if counted else None
@@ -211,11 +225,11 @@ class _Encoder:
         return None
 
     def _tensor(self, value: Tensor, kind: type) -> Any:
-        if kind not in (Tensor, nn.Parameter):
+        if kind not in TENSORS:
             raise NotStored(kind.__name__)
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise NotStored("sparse, quantized or meta tensor")
-        if value.numel():
+        if value.layout is not torch.strided or value.is_quantized:
+            raise NotStored("sparse or quantized tensor")
+        if has_memory(value):
             ends = ((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
             memory = value.device, value.untyped_storage().data_ptr()
             self._require_apart(memory, value.data_ptr(), sum(ends) * value.element_size() + value.element_size())
@@ -347,7 +361,7 @@ def _differences(
 ) -> Iterator[str]:
     """partner: identities of what was read, by those of what was saved. of_read: the reverse."""
     where = place or "it"
-    if type(saved) is not type(read):
+    if _type(saved) is not _type(read):
         yield f"{where} is a {type(saved).__name__} and comes back as a {type(read).__name__}"
         return
     if (known := identity(saved)) is not None:
@@ -381,6 +395,11 @@ def _differences(
             yield f"{where} has other values when it comes back"
     elif _told(saved) != _told(read):
         yield f"{where} is {saved!r} and comes back as {read!r}"
+
+
+def _type(value: Any) -> type:
+    kind = type(value)
+    return Tensor if kind in TENSORS and kind is not nn.Parameter else kind
 
 
 def _attributes(value: Any) -> Any:

@@ -70,13 +70,14 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
     """Run a script in this process, on the stand-in. `stand_in.install` must have been called."""
     from hvdtrain.checkpoint import contents
     from hvdtrain.checkpoint.checkpoints import Checkpoints
-    from hvdtrain.engines import single
+    from hvdtrain.engines import portable, single
     from hvdtrain.engines.errors import Failure
-    from hvdtrain.loop import loop as loops
+    from hvdtrain.loop import run as loops
     from hvdtrain.loop.step import Step
     from hvdtrain.output import clock
 
     clock.SIDES[stand_in.NAME] = 64
+    portable.TENSORS.add(stand_in.OnDevice)
     stand_in.ledger.noted.clear()
     state.step = 0
     steps: dict[int, bool] = {}

@@ -145,11 +145,14 @@ def opened_for_writing(source: Path) -> list[str]:
 
 def test_files_are_opened_for_writing_by_one_function():
     package = Path(mnist.__file__).parent
-    found = [call for source in sorted(package.rglob("*.py")) for call in opened_for_writing(source)]
+    sources = [
+        path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] != "audit"
+    ]  # on its own
+    found = [call for source in sources for call in opened_for_writing(source)]
     others = [
         # descriptors that are open already, pipes, terminals and devices
         *("forker: os.open(os.devnull", "forker: open(number", "startup: os.open(os.devnull", "startup: open(number"),
-        *("import_timeout: os.open(path", "terminal: os.open(processes.PROC", "gpu: os.open(path"),
+        *("import_timeout: os.open(path", "progress: os.open(processes.PROC", "gpu: os.open(path"),
         "make_shards: tarfile.open(fileobj=file",  # which is open already
         # made by O_EXCL in a directory of this user alone, with rights of its own
         "job_secret: os.open(own",

@@ -153,7 +153,7 @@ def local_tuple():
         (np.zeros(1, [("a", "f4")]), r"ndarray of [('a', '<f4')]"), (Bits.A | Bits.B, "Bits"),
         (collections.defaultdict(lambda: 0), "defaultdict with <lambda> for missing keys"),
         (local_tuple(), "Local, whose class is not at the top of its module"),
-        (torch.ones(2).to_sparse(), "sparse, quantized or meta tensor"), (torch.ones(2, device="meta"), "sparse, "),
+        (torch.ones(2).to_sparse(), "sparse or quantized tensor"), (torch.ones(2, device="meta"), "meta tensor"),
         ([tensor, tensor[:1]], "view of a part of another tensor or array (store a copy) at [1]"),
         (numbered(DEEPEST + 1), "list in more than 100 others"),
     ],
