@@ -61,7 +61,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--grace", type=positive, default=30.0, metavar="SECONDS", help="from SIGTERM to SIGKILL")
     parser.add_argument("--then-np", type=count, metavar="M", help="resume with so many ranks instead")
-    parser.add_argument("--resume-command", metavar="LINE", help="resume with this command line instead of the same one")
+    parser.add_argument(
+        "--resume-command", metavar="LINE", help="resume with this command line instead of the same one"
+    )
     parser.add_argument(
         "--timeout", type=positive, metavar="SECONDS",
         help="of a run (default: an hour; then a minute and five times what a whole run took)",
