@@ -102,8 +102,10 @@ class Detector:
         if self.timeouts.patient and not self._reported:
             self._tell_of_work()
         self._excused, self.asked_at = verdict.excused, None
-        # At the latest after the limit of a step: a rank in a long phase may hang in a step by then.
-        self._ask_next = min(self._stalled + max(min(verdict.wait, limit), 0.05), 2 * self._asked_after)
+        # At the limit of a step, where a rank that is known to be stopped is ended; at the latest as long after it again: a
+        # rank in a long phase may hang in a step by then.
+        until_limit = limit - self._stalled if self._stalled < limit else limit
+        self._ask_next = min(self._stalled + max(min(verdict.wait, until_limit), 0.05), 2 * self._asked_after)
         return Seen()
 
     def _doubt_rank_0(self, now: float, silent: bool) -> Seen:

@@ -220,6 +220,18 @@ def test_a_rank_that_does_not_answer_is_named_by_rank_0_and_rank_0_by_the_others
     assert abs(at - 1 - ends[2]) <= 1
 
 
+@pytest.mark.parametrize(("stopped", "ends"), [([1], 34), ([], 604)])
+def test_a_rank_that_never_reported_is_named_after_a_steps_limit_if_it_is_known_to_be_stopped(stopped, ends):
+    """All are in start-up, which has ten minutes."""
+    job = Job(2, deaf=[1], stopped=stopped)
+    job.activities[0].__init__()
+    job.wait([0])
+    job.run(700)
+    ((rank, headline, at),) = job.ended
+    assert (rank, headline[:22]) == (0, "rank 1 does not answer")
+    assert abs(at - 1 - ends) <= 4
+
+
 def test_between_epochs_rank_0_has_no_longer_to_answer_than_in_a_step():
     job = Job(2, deaf=[0])
     job.activities[1].leave_steps()
