@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, named_parameters, own_name
-from hvdtrain.engines.portable import NotStored, require_values, to_json
+from hvdtrain.engines.portable import NotStored, require_no_meta, to_json
 
 OBJECTS = "objects"
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
@@ -174,7 +174,7 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor], what: str, remedy:
     numbers = itertools.count()
 
     def put(tensor: Tensor) -> str:
-        require_values(tensor)
+        require_no_meta(tensor)
         tensors[name := f"{prefix}{next(numbers)}"] = tensor
         return name
 

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.parts import Content, Part
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, own_name
-from hvdtrain.engines.portable import require_values, to_json, unflattened
+from hvdtrain.engines.portable import require_no_meta, to_json, unflattened
 
 HOW = "let get_extra_state return numbers, strings, bytes or tensors, also in lists and dictionaries"
 States = dict[str, dict[str, Any]]  # by module, and by the name in its state_dict
@@ -38,7 +38,7 @@ def require_storable(states: States) -> None:
     for module in states.values():
         for name, value in module.items():
             with contents.storable(name, HOW):
-                to_json(value, require_values)
+                to_json(value, require_no_meta)
 
 
 def gather(engine: Engine, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ MAPPINGS: Mapping[str, type] = {
 NAMES = {kind: name for name, kind in (*SEQUENCES.items(), *MAPPINGS.items())}
 FACTORIES: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, str, list, dict, set, tuple, Counter)}
 COUNTED = frozenset([list, set, deque, bytearray, *MAPPINGS.values()])  # and arrays and tensors: they can be changed
-TENSORS = {Tensor, nn.Parameter}  # not of derived classes, which may have more than their values
+TENSOR_TYPES = {Tensor, nn.Parameter}  # not of derived classes, which may have more than their values
 NUMBERS = "biufcmMSU"  # kinds of numpy's dtypes whose bytes are all of their value
 LONGEST_INT = 2**2048  # Python's limit for reading digits is twice as long
 DEEPEST = 100  # levels: each takes up to three of Python's 1,000 frames, also when it is read
@@ -60,7 +60,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def require_values(tensor: Tensor) -> None:
+def require_no_meta(tensor: Tensor) -> None:
     """Raise NotStored for a tensor without values."""
     if tensor.is_meta:
         raise NotStored("meta tensor")
@@ -68,7 +68,7 @@ def require_values(tensor: Tensor) -> None:
 
 def embedded(tensor: Tensor) -> str:
     """Return the tensor's bytes as text. Raises NotStored."""
-    require_values(tensor)
+    require_no_meta(tensor)
     return base64.b64encode(bytes_of(tensor).numpy().data).decode() if tensor.numel() else ""
 
 
@@ -225,7 +225,7 @@ class _Encoder:
         return None
 
     def _tensor(self, value: Tensor, kind: type) -> Any:
-        if kind not in TENSORS:
+        if kind not in TENSOR_TYPES:
             raise NotStored(kind.__name__)
         if value.layout is not torch.strided or value.is_quantized:
             raise NotStored("sparse or quantized tensor")
@@ -399,7 +399,7 @@ def _differences(
 
 def _type(value: Any) -> type:
     kind = type(value)
-    return Tensor if kind in TENSORS and kind is not nn.Parameter else kind
+    return Tensor if kind in TENSOR_TYPES and kind is not nn.Parameter else kind
 
 
 def _attributes(value: Any) -> Any:

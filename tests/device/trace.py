@@ -77,7 +77,7 @@ def traced(script: str, flags: Sequence[str]) -> Trace:
     from hvdtrain.output import clock
 
     clock.SIDES[stand_in.NAME] = 64
-    portable.TENSORS.add(stand_in.OnDevice)
+    portable.TENSOR_TYPES.add(stand_in.OnDevice)
     stand_in.ledger.noted.clear()
     state.step = 0
     steps: dict[int, bool] = {}
