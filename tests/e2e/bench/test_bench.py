@@ -29,7 +29,7 @@ def test_a_row_that_needs_what_is_not_there_says_so(tmp_path):
 def test_the_paths_of_a_step_and_of_a_checkpoint_are_those_that_are_taken():
     done = launch(f"{PYTHON} -m tests.bench.paths --functions step", cwd=ROOT)
     assert done.code == 0, done
-    functions = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith(("training/", "engines/"))]
+    functions = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith(("loop/", "engines/"))]
     assert {"Step.backward", "Step.update", "HorovodEngine.synchronize"} <= set(functions), done
     assert not [name for name in functions if "checkpoint" in name.lower()], done
     rows = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| ")]
