@@ -59,7 +59,7 @@ def release(venv: Path) -> None:
 # and aborts in MPI_Init. So the interpreter itself sets the path, even if no environment is activated.
 PTH = 'import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix\n'
 
-MARK = "# Set by hvdtrain (launch/setup)."
+COMMENT = "# Set by hvdtrain (launch/setup)."
 # Lowest precedence: a variable, ~/.openmpi or the command line override these. A site's own MPI is not changed. This MPI is
 # for laptops and single nodes, where `mpirun -np 8` on two cores should work. Its one-sided libfabric transport, which is
 # not used here, sleeps for a second in every MPI_Finalize (mca_btl_ofi_component_close).
@@ -99,7 +99,7 @@ def settle() -> None:
         text = path.read_text() if path.is_file() else ""
         if line not in text.splitlines():
             ours = path.with_name(f"{name}.hvdtrain")  # a new file: the wheel's may be a link into uv's cache
-            ours.write_text(f"{text.rstrip()}\n\n{MARK}\n{line}\n")
+            ours.write_text(f"{text.rstrip()}\n\n{COMMENT}\n{line}\n")
             ours.replace(path)
 
 

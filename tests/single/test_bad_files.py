@@ -402,7 +402,7 @@ def test_other_content_with_a_right_checksum_is_refused_and_not_passed_over(cont
 # What a run has written, as the report and a restart read it
 
 
-RUN = [
+EVENTS = [
     {"event": "start", "time": 1.0, "world_size": 2, "engine": "horovod", "dataset": "digits", "config": {"lr": 0.1},
      "versions": {"torch": "2"}, "ranks": [{"rank": 0, "host": "a"}]},
     {"event": "train", "time": 2.0, "epoch": 1, "step": 1, "samples": 64, "loss": 1.0, "loading_seconds": 1e-3},
@@ -416,7 +416,7 @@ RUN = [
     {"event": "error", "time": 10.0, "kind": "failure", "message": "x"},
     {"event": "end", "time": 11.0, "test_accuracy": 0.9, "test_loss": 0.4, "samples": 64, "total_seconds": 9.0},
 ]  # fmt: skip
-RUN = [event | {"elapsed": event["time"]} for event in RUN]
+RUN = [event | {"elapsed": event["time"]} for event in EVENTS]
 
 
 @tried(60)

@@ -1,7 +1,7 @@
 """The house: imports go one way, a name means one thing, and a file is found by its name."""
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -102,3 +102,22 @@ def test_a_file_is_found_by_its_name():
             by_stem[stem(path.stem)].add(path.stem)
     assert {name for name, paths in by_name.items() if len(paths) > 1} <= SAME_NAME
     assert {frozenset(names) for names in by_stem.values() if len(names) > 1} <= ALIKE
+
+
+def top_names(path: Path) -> list[str]:
+    """Return the constants, functions and classes that a module defines at its top, as often as it does."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        targets = [*getattr(node, "targets", []), *([node.target] if isinstance(node, ast.AnnAssign) else [])]
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
+
+
+def test_a_module_defines_a_name_once():
+    """Where two files became one, the second MARK replaced the first: Open MPI read a line that was no comment."""
+    root = PACKAGE.parent
+    paths = [*FILES.values(), *(root / "launch").glob("*.py"), *(root / "tests").rglob("*.py"), root / "launch/setup"]
+    twice = {str(path.relative_to(root)): Counter(top_names(path)).most_common(1) for path in paths}
+    assert {name: most[0][0] for name, most in twice.items() if most and most[0][1] > 1} == {}
