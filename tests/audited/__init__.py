@@ -1,0 +1,24 @@
+"""Programs that hvdtrain.audit looks at, and the server that forks them."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.audited import forked
+from tests.e2e.launchers import environment
+from tests.waiting import wait_for
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[str]:
+    """Return the socket of a server of forked.py, which ends with the block."""
+    path = directory / "socket"
+    process = subprocess.Popen([sys.executable, forked.__file__, "serve", path], env=environment(OMP_NUM_THREADS="1"))
+    try:
+        wait_for(path.exists, "it does not listen", 200)
+        yield str(path)
+    finally:
+        process.kill()
+        process.wait()

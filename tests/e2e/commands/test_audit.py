@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.audited import forked
+from tests.audited import forked, serving
 from tests.e2e.launchers import environment
 from tests.waiting import wait_for
 
@@ -21,12 +21,8 @@ SECONDS = 380
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("server") / "socket"
-    process = subprocess.Popen([sys.executable, forked.__file__, "serve", path], env=environment(OMP_NUM_THREADS="1"))
-    wait_for(path.exists, "it does not listen", 200)
-    yield str(path)
-    process.kill()
-    process.wait()
+    with serving(tmp_path_factory.mktemp("server")) as socket:
+        yield socket
 
 
 def audit(folder, *words, **extra):

@@ -2,16 +2,13 @@
 
 import copy
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from hvdtrain.audit.runs import Program
 from hvdtrain.audit.verdicts import compare_wholes, judge
-from tests.audited import forked
-from tests.e2e.launchers import environment
-from tests.waiting import wait_for
+from tests.audited import forked, serving
 
 PROGRAM = forked.__file__.replace("forked", "program")
 LATER = {"losses", "evaluations", "final weights"}
@@ -69,12 +66,8 @@ class Audited:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("server") / "socket"
-    process = subprocess.Popen([sys.executable, forked.__file__, "serve", path], env=environment(OMP_NUM_THREADS="1"))
-    wait_for(path.exists, "it does not listen", 200)
-    yield str(path)
-    process.kill()
-    process.wait()
+    with serving(tmp_path_factory.mktemp("server")) as socket:
+        yield socket
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
@@ -109,7 +102,7 @@ def test_told_apart_by_a_kill_of_its_own(fault, audited):
 def test_nothing_is_judged_that_was_not_seen(audited):
     """Where two whole runs differ, by a seed of the clock: bits are left out, the order of samples and the rest are not."""
     if audited.ranks > 1:
-        pytest.skip("once")
+        pytest.skip("on one rank: what is compared does not depend on their number")
     resumed = audited.run(
         "unseeded", "unseeded", shutil.copytree(audited.folder / "out-killed", audited.folder / "out-unseeded")
     )
