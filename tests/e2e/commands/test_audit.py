@@ -57,6 +57,7 @@ def test_a_sound_program(server, tmp_path):
     assert not list((tmp_path / "audit/out").iterdir())
 
 
+@pytest.mark.slow  # each verdict by itself: tests/single/audit
 def test_a_fault_with_the_command_that_repeats_its_kill(server, tmp_path):
     words = ["--kills", "1", "--seed", "5", "--junit", "junit.xml", *forked_program(server, "scheduler")]
     done = audit(tmp_path, *words)
