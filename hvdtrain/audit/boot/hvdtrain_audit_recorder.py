@@ -51,7 +51,9 @@ def raw(tensor: Any) -> bytes:
         return raw(tensor.coalesce().values()) if tensor.layout == torch.sparse_coo else raw(tensor.to_dense())
     tensor = tensor.contiguous()
     count = tensor.numel() * tensor.element_size()
-    if count >= 4096 and count % 8 == 0 and tensor.data_ptr() % 8 == 0:
+    if count >= 4096 and count % 8 == 0:
+        # A part of a larger tensor, as after a broadcast of many in one, may begin between two words.
+        tensor = tensor.clone() if tensor.data_ptr() % 8 else tensor
         words = tensor.reshape(-1).view(torch.uint8).view(torch.int64)
         if words.device not in FACTORS:
             FACTORS[words.device] = torch.arange(1 << 20, device=words.device, dtype=torch.int64) * 2654435762 + 1

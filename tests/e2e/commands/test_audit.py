@@ -162,6 +162,7 @@ def test_two_ranks(launcher, server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.leaves("vader_segment", "ompi.")  # Open MPI's, where all of a job are killed
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_hvdtrain_resumes(launcher, tmp_path):
     words = "-m hvdtrain.mnist --dataset digits --epochs 2 --checkpoint-steps 3 --no-progress --output-dir {out}"
