@@ -255,7 +255,7 @@ def pattern(path: str) -> str:
 
 def left_behind(whole: Whole, killed: Run, resumed: Run) -> Verdict:
     if processes := killed.left + resumed.left:
-        return Verdict("fails", f"{len(processes)} processes, such as {processes[0]}")
+        return Verdict("fails", f"processes that still run: {len(processes)}, such as {processes[0]}")
     usual = {pattern(path) for path in whole.run.files}
     more = [path for path in resumed.files if pattern(path) not in usual]
     temporary = [path for path in more if any(word in path.lower() for word in ("tmp", "temp", "part", ".new", "~"))]

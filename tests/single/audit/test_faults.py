@@ -28,7 +28,7 @@ AFTERWARDS = {
     "augmentation": ({"augmentation", *LATER}, "other content in 168 of 168 uses of the same samples, from step 16 on"),
     "loss": (LATER, "step 16: "),
     "average": ({"evaluations"}, "after step 24: other results"),
-    "processes": ({"left behind"}, "1 processes, such as sleep 600"),
+    "processes": ({"left behind"}, ", such as sleep 600"),
 }  # fmt: skip
 # Of both starts: the place and the kind of the kill, too.
 THROUGHOUT = {
