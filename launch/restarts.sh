@@ -4,7 +4,6 @@
 # Exit codes that are not retried: done, bad input, target not reached, stopped on request or by a signal.
 final='^(0|2|3|75|129|130|143)$'
 end_seconds=10 # between SIGTERM and SIGKILL for a job that has not started
-sick=4 no_sum=5 ask_seconds=90 # exit codes of hvdtrain/checks/quick.py; nvidia-smi may take a minute
 most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
 read_program() { # sets `checkpoints`, the directory or nothing, and `resume`, from the arguments of the program
@@ -57,60 +56,6 @@ hosts_that_answer() { # sets answering (as for -H) and answering_slots; without 
         answering+=${answering:+,}$entry
         if [[ $entry == *:* ]]; then ((answering_slots += ${entry##*:})); else ((answering_slots += 1)); fi
     done
-}
-
-ask() { # NAME ARGUMENTS...: a host for what would cost a run (hvdtrain/checks/quick.py). Returns its exit code, or ssh's
-    local name=$1 command quoted
-    local limit=$((0 < start_timeout && start_timeout < ask_seconds ? start_timeout : ask_seconds))
-    command=(env "PATH=$PATH" "PYTHONPATH=${PYTHONPATH-}" "TMPDIR=${TMPDIR-}" "${python[@]}" -m hvdtrain.checks.quick --name "$name" --now "$(date +%s)"
-        "${@:2}")
-    if is_this_host "$name"; then
-        timeout -k 1 "$limit" "${command[@]}"
-    else
-        printf -v quoted '%q ' "${command[@]}"
-        timeout -k 1 "$limit" ssh -o BatchMode=yes -o LogLevel=ERROR -o ConnectTimeout=5 "$name" \
-            "cd ${PWD@Q} 2>/dev/null; $quoted"
-    fi </dev/null 2>&1 >/dev/null | grep -F "$name: " >&2 # not what Python says where hvdtrain is not installed
-    return "${PIPESTATUS[0]}"
-}
-
-ask_all() { # NAMES...: prints exit code and name of each. All are asked at once; from the second on, each asks the first for a sum
-    local i code all=("$@") sum=()
-    for i in "${!all[@]}"; do
-        [[ $# == 1 || $1 =~ ^(localhost|127\.) ]] || sum=(--sum "$i/$#@$1:$port")
-        { code=0 && ask "${all[i]}" "${sum[@]}" || code=$?; printf '%s %s\n' "$code" "${all[i]}"; } &
-    done
-    wait
-}
-
-look_at_hosts() { # before an attempt: of `answering`, leaves out what is sick, if enough slots remain; sets answering_slots
-    local python entry names=() code name found='' apart='' left='' slots=0
-    [[ ${program[0]} =~ (^|/)python[0-9.]*$ ]] && python=("$(command -v "${program[0]}")") || return 0
-    [[ ${program[1]-} == -m ]] || python+=(-P) # as in serve_imports
-    for entry in ${answering//,/ }; do names+=("${entry%%:*}"); done
-    ((${#names[@]})) || names=("$HOSTNAME")
-    while read -r code name; do
-        ((code != sick)) || found+=" $name"
-        ((code != no_sum)) || apart+=" $name"
-    done < <(ask_all "${names[@]}")
-    if [[ "$found$apart " == *" ${names[0]} "* ]]; then
-        apart='' # it did not answer: it is sick, or another program has the port
-    elif ((${#names[@]} > 2 && $(wc -w <<<"$apart") == ${#names[@]} - 1)); then
-        apart=" ${names[0]}"
-    fi
-    found+=$apart
-    [[ -n $found ]] || return 0
-    for entry in ${answering//,/ }; do
-        [[ "$found " != *" ${entry%%:*} "* ]] || continue
-        left+=${left:+,}$entry
-        if [[ $entry == *:* ]]; then ((slots += ${entry##*:})); else ((slots += 1)); fi
-    done
-    if ((slots >= ${min_ranks:-$ranks})); then
-        say "left out:$found"
-        answering=$left answering_slots=$slots
-    else
-        say "the job needs$found, which may cost the run: give -H spare hosts, or --min-np"
-    fi
 }
 
 ask_to_stop() { # PID: Open MPI's mpirun (also under horovodrun) sends SIGKILL after SIGTERM, but forwards SIGUSR1
@@ -194,7 +139,6 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
     exec {start_pipe}<> <(:) # an anonymous pipe, which ranks on this host open through /proc
     export HVDTRAIN_START_PIPE="$$ $start_pipe $(readlink "/proc/$$/fd/$start_pipe")"
     while :; do
-        look_at_hosts
         now_ranks=$((ranks < answering_slots ? ranks : answering_slots))
         where=() late=0
         [[ -z $answering ]] || where=(-H "$answering")

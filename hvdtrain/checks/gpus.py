@@ -1,6 +1,6 @@
 """GPUs before CUDA starts, as nvidia-smi lists them: what would leave them idle, refuse a rank, or cost a run.
 
-nvidia-smi needs no CUDA, and makes no context. Does not import torch but in `check_gpus`.
+nvidia-smi needs no CUDA, and makes no context.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from hvdtrain.checks.findings import Findings, Here
 
@@ -105,8 +107,6 @@ def check_gpus(findings: Findings, here: Here) -> None:
     """Check driver, MIG and compute mode of this host's GPUs, and that torch sees them."""
     if here.flags.device == "cpu":
         return
-    import torch  # not for checks.quick
-
     here.gpus = torch.cuda.is_available()
     try:
         there = listed()

@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from pathlib import Path
 
 from hvdtrain.checks.findings import Findings, Here
@@ -15,7 +14,6 @@ LEAST_FOR_NCCL = 2**30  # bytes; what NVIDIA's containers recommend
 LEAST_SCRATCH = 2**30  # bytes
 LEAST_LEFT = 16 * 2**20  # bytes: with less, a start is hopeless
 FULL = "NCCL, MPI and data loader workers end in a bus error when it is full"
-CLOCK_SECONDS = 60.0  # ssh may take a part of it
 SLOW_INTERFACE = 1000  # Mbit/s
 
 
@@ -120,15 +118,6 @@ def free_memory() -> int | None:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024  # in kB
     return None
-
-
-def check_clock(findings: Findings, here: Here) -> None:
-    """Check that this host's clock agrees with that of the host that asks."""
-    ahead = time.time() - here.flags.now
-    if abs(ahead) > CLOCK_SECONDS:
-        why = "certificates and time limits are wrong there, and records of hosts do not fit together"
-        line = f"the clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-        findings.problem(line, why, "start a time service (chronyd, systemd-timesyncd)")
 
 
 def check_data(findings: Findings, here: Here) -> None:

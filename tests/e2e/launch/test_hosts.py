@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, needs_hosts, needs_ssh
 from tests.e2e.launch.test_wrappers import HOSTILE
-from tests.e2e.launchers import ROOT, environment, events, launch, summary, wait_for_training
+from tests.e2e.launchers import ROOT, events, launch, summary, wait_for_training
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 FLAGS = "-m hvdtrain.mnist --dataset digits --model convnet --no-progress --log-steps 1 --threads 1"
@@ -180,67 +180,3 @@ def test_the_starter_listens_on_the_jobs_interface_only_and_passes_exit_codes_on
     assert "10.77.0.1" in local, done
     assert set(local) <= {"10.77.0.1", "10.77.0.2"}, done
     assert two_hosts.processes() == []
-
-
-SICK = {  # what is done to host b; what is said of it
-    "shared memory": ("mount -t tmpfs -o size=1m tmpfs /dev/shm", "/dev/shm has 1 MiB left: remove what earlier jobs"),
-    "disk": (
-        "mount -t tmpfs -o size=1m tmpfs {tmp}/scratch && dd if=/dev/zero of={tmp}/scratch/full bs=4k 2>/dev/null || true",
-        "{tmp}/scratch cannot be written: No space left on device: set TMPDIR to a local disk",
-    ),
-    "clock": ("true", "the clock is 36"),
-    "gpu": ("true", "GPU 3: 2 uncorrectable memory errors: reset the GPU"),
-    "route": (
-        "echo '10.77.0.99 a\n10.77.0.2 b' > {tmp}/hosts && mount --bind {tmp}/hosts /etc/hosts",
-        "no sum by a, port 9000 (",
-    ),
-}
-
-
-@needs_ssh
-@pytest.mark.parametrize("fault", SICK)
-def test_a_sick_host_is_named_and_left_out_before_the_first_attempt(fault, tmp_path):
-    """On one of three hosts; two are enough. Asked again without a spare one, it is named, and used."""
-    there, said = (text.format(tmp=tmp_path) for text in SICK[fault])
-    (tmp_path / "scratch").mkdir()
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    if fault == "clock":
-        (tools / "sitecustomize.py").write_text(
-            "import socket, time\nreal = time.time\nif socket.gethostname() == 'b': time.time = lambda: real() + 3600\n"
-        )
-    if fault == "gpu":
-        memory = '*ecc*) [ "$(hostname)" = b ] && echo "3, 2" || echo "3, 0" ;;'
-        answer = f'case $1 in {memory} *recovery*) echo "3, None" ;; *) echo "GPU-3, No" ;; esac'
-        (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
-        (tools / "nvidia-smi").chmod(0o755)
-    extra = {
-        "PYTHONPATH": f"{tools}:{ROOT}",
-        "PATH": f"{tools}:{environment()['PATH']}",
-        "TMPDIR": f"{tmp_path}/scratch",
-    }
-    program = [sys.executable, "-c", "import os, socket; os.write(1, f'trained on {socket.gethostname()}\\n'.encode())"]
-    with Cluster(tmp_path, ["a", "b", "c"], ssh=True) as cluster:
-        cluster.sh("b", there)
-        for ranks, used in (("2", "ac"), ("3", "abc")):
-            options = [
-                "-np",
-                ranks,
-                "-H",
-                "a:1,b:1,c:1",
-                "--interface",
-                "eth0",
-                "--transport",
-                "mpi",
-                "--restarts",
-                "1",
-            ]
-            done = cluster.run("a", [f"{ROOT}/launch/mpirun.sh", *options, "--", *program], timeout=120, **extra)
-            assert f"b: {said}" in done.stderr, done
-            assert "a: " not in done.stderr.replace("10.77.0.99", ""), done
-            assert ("left out: b" if ranks == "2" else "the job needs b, which may cost the run") in done.stderr, done
-            if ranks == "2":
-                assert done.code == 0, done
-                assert sorted(line for line in done.stdout.splitlines()) == [f"trained on {name}" for name in used], (
-                    done
-                )

@@ -78,29 +78,6 @@ def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
     assert summary(tmp_path / "out")["world_size"] == 2
 
 
-@pytest.fixture
-def sick_node(cluster):
-    """Node b, whose /dev/shm has no space left."""
-    cluster.cluster.sh("b", "mount -t tmpfs -o size=1m tmpfs /dev/shm")
-    yield
-    cluster.cluster.sh("b", "umount /dev/shm")
-
-
-@pytest.mark.parametrize(
-    ("how", "least", "hosts"),
-    [("starter", "1", "a"), ("forked", "1", "a"), ("mpirun", "1", "a"), ("pmix", "1", "a"), ("starter", "", "ab")],
-)
-def test_a_sick_node_is_named_and_left_out_where_one_is_enough(cluster, sick_node, how, least, hosts, tmp_path):
-    if how == "pmix":
-        has_or_skip(cluster, "pmix")
-    edits = {HOW: f"how={how}", PROGRAM: train(tmp_path), r"^interface=''": "interface=eth0"}
-    state, log = cluster.batch(edited(tmp_path, edits | {r"^min_nodes=''": f"min_nodes={least}"}), 120)
-    assert state == "COMPLETED", log
-    assert "b: /dev/shm has 1 MiB left: " in log
-    assert ("left out: b\n" if least else "sick nodes may cost the run: b ") in log
-    assert [rank["host"] for rank in events(tmp_path / "out", "start")[0]["ranks"]] == list(hosts)
-
-
 @pytest.mark.parametrize("kind", ["none", "pmi2", "cray_shasta"])
 def test_srun_without_pmix_and_without_the_starter_trains_nothing(cluster, kind):
     """Else it would be two jobs of one rank that train side by side and say nothing."""

@@ -435,48 +435,6 @@ def test_slurms_script_prints_its_command_unedited_and_anywhere(how, start, tmp_
     assert done.stdout.endswith(f"--output-dir {tmp_path}/hvdtrain/runs/0 --no-progress\n")
 
 
-# Asked by srun on nodes a, b and c, of which b is sick; then the step that trains.
-SRUN = """case $* in *checks.quick*) ;; *) echo "srun $*" && exit ;; esac
-while [ "$1" != bash ]; do shift; done
-for node in a b c; do SLURMD_NODENAME=$node "$@"; done"""
-QUICK = '[ "$4" != b ] || { echo "b: /dev/shm has 1 MiB left: remove it" >&2 && exit 4; }'
-
-
-@pytest.mark.parametrize(
-    ("how", "least", "start"),
-    [
-        ("starter", "2", "srun --mpi=none --wait=60 --kill-on-bad-exit=0 --exclude=b --nodes=2 --ntasks=4 python"),
-        ("forked", "2", "srun --mpi=none --exclude=b --nodes=2 --ntasks=2 --ntasks-per-node=1 "),
-        ("mpirun", "2", "launched -H a:2,c:2 --transport mpi"),
-        ("mpirun", "", "launched -H a:2,b:2,c:2 --transport mpi"),
-        ("starter", "", "srun --mpi=none --wait=60 --kill-on-bad-exit=0 python"),
-    ],
-)
-def test_slurms_script_leaves_out_a_sick_node_where_fewer_are_enough(how, least, start, tmp_path):
-    """With stand-ins for srun, scontrol and Python."""
-    checkout = tmp_path / "hvdtrain"
-    for directory in (tmp_path / "bin", checkout / ".venv" / "bin", checkout / "launch"):
-        directory.mkdir(parents=True)
-    (checkout / ".venv" / "bin" / "activate").touch()
-    program(tmp_path / "bin" / "srun", SRUN)
-    program(tmp_path / "bin" / "python", QUICK)
-    program(tmp_path / "bin" / "scontrol", "printf '%s\\n' a b c")
-    program(checkout / "launch" / "mpirun.sh", 'echo "launched $*"')
-    text = (ROOT / "launch" / "slurm.sbatch").read_text()
-    text = text.replace("\nhow=starter ", f"\nhow={how} ").replace("\nmin_nodes='' ", f"\nmin_nodes='{least}' ")
-    (tmp_path / "slurm.sbatch").write_text(text)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "[a-c]"}
-    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), **job}
-    done = subprocess.run(["bash", tmp_path / "slurm.sbatch"], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done
-    assert done.stdout.startswith(start), done
-    said, then = done.stderr.splitlines()
-    assert said == "b: /dev/shm has 1 MiB left: remove it"
-    assert then == (
-        "left out: b" if least else "sick nodes may cost the run: b (min_nodes in this script leaves them out)"
-    )
-
-
 # Attempts of one job after each other: exit code, newest checkpoint, whether Slurm is to start it again.
 ATTEMPTS = [(137, None, False), (75, None, True), (137, 1, True), (137, 1, False), (1, 2, True), (1, 3, True)]
 ATTEMPTS += [(1, 4, False), (2, 5, False), (3, 6, False), (0, 7, False)]  # after three restarts

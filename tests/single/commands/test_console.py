@@ -33,7 +33,7 @@ def called(monkeypatch, capsys, *words: str) -> tuple[object, str, str]:
 def test_every_command_has_its_purpose_and_a_line_of_help(monkeypatch, capsys):
     ending = re.compile(r'^if __name__ == "__main__":\n    ((exit_codes\.)?run|sys\.exit)\(', re.MULTILINE)
     found = {path for path in PACKAGE.rglob("*.py") if ending.search(path.read_text()) and path.name != "__main__.py"}
-    found -= {PACKAGE / "checks/quick.py", PACKAGE / "launching/forker.py"}  # which commands start
+    found -= {PACKAGE / "launching/forker.py"}  # which commands start
     assert {console.source_of(name) for name in NAMES} >= found
     code, said, _ = called(monkeypatch, capsys, "--help")
     assert code == 0

@@ -1,22 +1,16 @@
 """The doctor's checks of GPUs, on facts that this machine does not have; and that a check which fails hides no other."""
 
 import json
-import re
-import socket
-import subprocess
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hvdtrain import doctor
-from hvdtrain.checks import gpus, host, quick
+from hvdtrain.checks import gpus, host
 from hvdtrain.checks.findings import Findings, Here, show
 from hvdtrain.checks.gpus import Gpu
-from tests.e2e.launchers import free_port
 from tests.single.checks.nvidia_smi import GPU, put
 
 H100 = Gpu("GPU-1", "H100", "580.65.06", "Disabled", "Default", 81559, 4)
@@ -123,30 +117,6 @@ def test_errors_that_nvidia_smi_counts(tmp_path, monkeypatch):
     found = Findings()
     gpus.check_gpu_errors(found, Here(SimpleNamespace()))
     assert found.all == []
-
-
-def test_a_host_is_asked_in_a_moment(tmp_path, capfd, monkeypatch):
-    """Without torch; and a clock that differs, and a first host that cannot be reached, are told."""
-    monkeypatch.setattr(quick, "MEET_SECONDS", 0.3)
-    now = f"--now={time.time()}"
-    assert quick.main([now]) == 0
-    assert capfd.readouterr().err == ""
-    assert quick.main([f"--now={time.time() - 600}", "--name", "b"]) == quick.SICK
-    assert re.fullmatch(r"b: the clock is 60\d s ahead: start a time service .*\n", capfd.readouterr().err)
-    port = free_port()
-    assert quick.main([now, "--name", "b", "--sum", f"1/2@localhost:{port}"]) == quick.NO_SUM
-    assert f"b: no sum by localhost, port {port} (" in capfd.readouterr().err
-    with socket.create_server(("", port)):
-        assert quick.main([now, "--name", "a", "--sum", f"0/2@localhost:{port}"]) == quick.NO_SUM
-    assert "a: no sum by localhost, port" in (said := capfd.readouterr().err)
-    assert "Address already in use" in said
-    monkeypatch.setattr(quick, "MEET_SECONDS", 20.0)
-    first = threading.Thread(target=quick.main, args=([now, "--sum", f"0/3@localhost:{port}"],))
-    first.start()
-    assert [quick.main([now, "--sum", f"{number}/3@localhost:{port}"]) for number in (1, 2)] == [0, 0]
-    first.join()
-    program = "import sys; from hvdtrain.checks import quick; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 @pytest.mark.parametrize(
