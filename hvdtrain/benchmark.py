@@ -3,14 +3,14 @@
 python -m hvdtrain.benchmark --engine serial                          ResNet-50, batch 32, synthetic images
 horovodrun -np 2 python -m hvdtrain.benchmark --amp bf16 --channels-last
 torchrun --nproc-per-node 2 -m hvdtrain.benchmark --no-communication
-python -m hvdtrain.benchmark --np 1,2,4                               starts itself on 1, 2 and 4 ranks, against two bounds
+python -m hvdtrain.benchmark --np 1,2,4                               starts itself on 1, 2 and 4 ranks, against the bound
 mpirun -np 4 python -m hvdtrain.benchmark --collectives               the all-reduce alone, by message size
 
 The input is random: uint8 images on the device, gathered and scaled for each batch as in mnist.py; for --model gpt-small,
 windows of 256 tokens. What training costs with your data, its own record says (metrics.jsonl).
 
 Samples per second: the samples of all ranks over the time of the slowest rank. --output-dir gets benchmark.json, with --np
-scaling.json, scaling.png and the log of each run. docs/evidence/measuring.md describes the method.
+scaling.json and the log of each run. docs/evidence/measuring.md describes the method.
 """
 
 from hvdtrain.launching import startup
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add(
         "--output-dir",
         type=Path,
-        help="for results and, with --np, plots and logs (default: none; with --np runs/scaling)",
+        help="for results and, with --np, logs (default: none; with --np runs/scaling)",
     )
     cli.add_compression(parser)
     cli.add_engine(parser)

@@ -1,8 +1,8 @@
 """How training scales: `hvdtrain.benchmark --np 1,2,4` starts itself with each engine on so many ranks.
 
-The bounds are one rank alone, times N; and N ranks that train at the same time without communicating, and so share cores,
-caches and memory in the same way. Each round runs every configuration once, in a new order. Ratios are taken within a
-round, so that changes on the machine affect both sides. Results are medians over rounds, with minimum and maximum.
+The bound is as many ranks that train at the same time without communicating, and so share cores, caches and memory in the
+same way. Each round runs every configuration once, in a new order. Ratios are taken within a round, so that changes on the
+machine affect both sides. Results are medians over rounds, with minimum and maximum.
 
 Exit codes: 1 if a configuration failed (it is reported, and the others continue); 130 after Ctrl-C, which ends the running
 job and keeps the measurements so far.
@@ -16,28 +16,23 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complaint, interrupt, run_job, slots
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
-from hvdtrain.output import plotting
 from hvdtrain.output.run_output import versions
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-ALONE, APART = "one rank", "no communication"  # the bounds
+APART = "no communication"  # the bound
 
 
 class Configuration(NamedTuple):
-    """One configuration to measure. name: a variant of an engine, or a bound."""
+    """One configuration to measure. name: a variant of an engine, or the bound."""
 
     name: str
     ranks: int
@@ -58,7 +53,7 @@ def rank_counts(text: str) -> list[int]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that are of --np alone: the ranks get all others."""
     add = parser.add_argument
-    add("--np", type=rank_counts, metavar="N,N,...", help="start itself on so many ranks, and compare with two bounds")
+    add("--np", type=rank_counts, metavar="N,N,...", help="start itself on so many ranks, and compare with the bound")
     add("--engines", type=cli.some_of(VARIANTS), help=f"with --np: of {','.join(VARIANTS)} (default: horovod,ddp)")
     add("--rounds", type=cli.positive_int, default=3, help="with --np: runs of every configuration (default: 3)")
     add("--hosts", help="with --np: NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
@@ -76,7 +71,7 @@ def settle(flags: Flags, argv: Sequence[str]) -> None:
     passed = mine.parse_known_args(argv)[1]
     for flag in ("--engine", "--no-communication", "--collectives"):
         if any(word.split("=")[0] == flag for word in passed):
-            raise UserError(f"{flag} is not for --np, which compares --engines with their bounds: leave it out")
+            raise UserError(f"{flag} is not for --np, which compares --engines with their bound: leave it out")
     flags.engines = flags.engines or ["horovod", "ddp"]
     flags.output_dir = flags.output_dir or Path("runs/scaling")
     hosts = slots(flags.hosts) if flags.hosts else {}
@@ -93,16 +88,16 @@ def settle(flags: Flags, argv: Sequence[str]) -> None:
 
 def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configuration]:
     """Return the bounds, then each engine at each number of ranks; a single-process engine at one only."""
-    found = [Configuration(ALONE, 1)] + [Configuration(APART, count) for count in ranks if count > 1]
-    for engine in engines:
-        alone = VARIANTS[engine][0] == ""
-        found += [Configuration(engine, count) for count in ([1] if alone else ranks)]
-    return found
+    alone = {engine for engine in engines if VARIANTS[engine][0] == ""}
+    bounds = [Configuration(APART, count) for count in sorted({*ranks, *([1] if alone else [])})]
+    return bounds + [
+        Configuration(engine, count) for engine in engines for count in ([1] if engine in alone else ranks)
+    ]
 
 
 def command_of(which: Configuration, flags: Flags, directory: Path) -> list[str]:
     """Return the command line that runs one configuration."""
-    bound = which.name in (ALONE, APART)
+    bound = which.name == APART
     variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's do not
     words = [*flags.passed, "--output-dir", str(directory.absolute()), *["--no-communication"] * bound]
     return command(variant, which.ranks, "hvdtrain.benchmark", words, flags.hosts, flags.interface)
@@ -154,28 +149,22 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
-    """Return one row per configuration that succeeded at least once: the spreads of its rates and ratios.
+    """Return one row per configuration that succeeded at least once.
 
-    Ratios are to one rank alone, that divided by the number of ranks, and to as many ranks that do not communicate. A ratio
-    is taken within a round, and None if no round has both sides.
+    efficiency: its rate over that of the bound in the same round; None if no round has both.
     """
-
-    def over(which: Configuration, bound: Configuration, ranks: int = 1) -> dict[str, float] | None:
-        both = [results for results in rounds if which in results and bound in results]
-        return spread(rate(results[which]) / rate(results[bound]) / ranks for results in both)
-
     rows: list[Row] = []
     for which in planned:
-        here = [results[which] for results in rounds if which in results]
+        here, bound = [results for results in rounds if which in results], Configuration(APART, which.ranks)
         if not here:
             continue
-        alone, apart = Configuration(ALONE, 1), Configuration(APART if which.ranks > 1 else ALONE, which.ranks)
-        shares = [one["seconds_per_sample"]["communication"] / sum(one["seconds_per_sample"].values()) for one in here]
+        times = [results[which]["seconds_per_sample"] for results in here]
         rows.append(
             dict(
-                name=which.name, ranks=which.ranks, rounds=len(here), samples_per_second=spread(map(rate, here)),
-                speed_up=over(which, alone), efficiency_alone=over(which, alone, which.ranks),
-                efficiency_apart=over(which, apart), communication=statistics.median(shares),
+                name=which.name, ranks=which.ranks, rounds=len(here),
+                samples_per_second=spread(rate(results[which]) for results in here),
+                efficiency=spread(rate(results[which]) / rate(results[bound]) for results in here if bound in results),
+                communication=statistics.median(one["communication"] / sum(one.values()) for one in times),
             )
         )  # fmt: skip
     return rows
@@ -188,19 +177,16 @@ def table(rows: Sequence[Row]) -> str:
         low, middle, high = (f"{value[name]:,.{digits}f}" if value else "" for name in ("least", "median", "most"))
         return f"{middle} ({low} to {high})" if value else "-"
 
-    shown = [
-        "| | ranks | samples/s | speed-up | of one rank x N | of N without communication | communication |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    shown = ["| | ranks | samples/s | of N without communication | communication |", "|---|---:|---:|---:|---:|"]
     for row in rows:
-        rates, ratios = row["samples_per_second"], (row["speed_up"], row["efficiency_alone"], row["efficiency_apart"])
-        cells = [row["name"], str(row["ranks"]), cell(rates, 0 if rates["median"] >= 100 else 1), *map(cell, ratios)]
-        shown.append(f"| {' | '.join([*cells, format(row['communication'], '.0%')])} |")
+        rates = cell(row["samples_per_second"], 0 if row["samples_per_second"]["median"] >= 100 else 1)
+        cells = [row["name"], str(row["ranks"]), rates, cell(row["efficiency"]), format(row["communication"], ".0%")]
+        shown.append(f"| {' | '.join(cells)} |")
     return "\n".join(shown)
 
 
 def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
-    """Write scaling.json and its plots, scaling.png, to --output-dir. Raises UserError."""
+    """Write scaling.json to --output-dir. Raises UserError."""
     runs = [
         dict(round=number, name=which.name, **result)
         for number, results in enumerate(rounds, 1)
@@ -211,26 +197,10 @@ def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Config
         failed={str(which): why for which, why in failed.items()},
     )  # fmt: skip
     measuring.write_json(flags.output_dir / "scaling.json", content)
-    title = f"{flags.model}, {flags.threads} thread{'s'[: flags.threads > 1]} per rank; n = {len(rounds)}"
-    with files.output_to(flags.output_dir):
-        plotting.write(flags.output_dir / "scaling.png", title, [partial(draw, rows)])
-
-
-def draw(rows: Sequence[Row], axes: "Axes") -> None:
-    """Draw throughput over ranks, and that of ranks that do not communicate. Bars go from minimum to maximum."""
-    for place, name in enumerate(dict.fromkeys(row["name"] for row in rows if row["name"] != ALONE)):
-        found = [row for row in rows if row["name"] == name]
-        rates = [row["samples_per_second"] for row in found]
-        ends = [[one["median"] - one["least"] for one in rates], [one["most"] - one["median"] for one in rates]]
-        middle = [one["median"] for one in rates]
-        axes.errorbar([row["ranks"] for row in found], middle, yerr=ends, label=name, **plotting.look(place))
-    ticks = sorted({row["ranks"] for row in rows})
-    axes.set(xlabel="ranks", ylabel="samples/s, all ranks", ylim=(0, None), xticks=ticks)
 
 
 def run(flags: Flags) -> int:
-    """Measure, print the table, write the files. Returns the exit code."""
-    plotting.require_matplotlib()
+    """Measure, print the table, write the file. Returns the exit code."""
     measuring.make_directory(flags.output_dir)
     signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
     planned = configurations(flags.engines, flags.np)
@@ -251,7 +221,7 @@ def run(flags: Flags) -> int:
     if rows:
         lines.say(f"\n{table(rows)}\n")  # first: there may be no space to write it
         write(flags, rows, rounds, failed)
-        lines.say(f"{flags.output_dir}: scaling.json, scaling.png")
+        lines.say(f"{flags.output_dir}/scaling.json")
     for which, why in failed.items():
         lines.put(sys.stderr, f"hvdtrain.benchmark: error: {which}: {why}\n")
     return code or int(bool(failed))

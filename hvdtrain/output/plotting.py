@@ -3,10 +3,8 @@
 import io
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,8 +18,8 @@ DASHES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 3.35, 2.2  # inches of one plot
 DPI = 200
 STYLE: Any = {
-    "font.size": 7.5, "axes.titlesize": 7.5, "figure.titlesize": 7, "axes.linewidth": 0.5, "lines.linewidth": 1.0,
-    "lines.markersize": 3.2, "errorbar.capsize": 1.5, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+    "font.size": 7.5, "axes.titlesize": 7.5, "axes.linewidth": 0.5, "lines.linewidth": 1.0,
+    "lines.markersize": 3.2, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "text.parse_math": False,  # a name may hold dollar signs
 }  # fmt: skip
@@ -30,9 +28,9 @@ Draw = Callable[["Axes"], None]
 
 
 def require_matplotlib() -> None:
-    """Raise UserError if matplotlib is not installed, so that this is known before measuring."""
+    """Raise UserError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib: pip install 'hvdtrain[plot]'")
+        raise UserError("the report needs matplotlib: pip install 'hvdtrain[plot]'")
 
 
 def printable(value: object) -> str:
@@ -46,7 +44,7 @@ def look(place: int) -> dict[str, Any]:
     return dict(color=COLOURS[place % len(COLOURS)], linestyle=dashes, marker=MARKERS[place % len(MARKERS)])
 
 
-def png(draws: Sequence[Draw], height: float = HEIGHT, title: str = "") -> bytes:
+def png(draws: Sequence[Draw], height: float = HEIGHT) -> bytes:
     """Return the plots side by side, with one legend below, as a PNG file."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which would search for a window system
@@ -56,7 +54,6 @@ def png(draws: Sequence[Draw], height: float = HEIGHT, title: str = "") -> bytes
         figure = Figure(figsize=(WIDTH * len(draws), height), layout="constrained", dpi=DPI)
         for draw, axes in zip(draws, figure.subplots(1, len(draws), squeeze=False)[0], strict=True):
             draw(axes)
-        figure.suptitle(title)
         curves: dict[str, Any] = {}
         for axes in figure.axes:
             curves |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
@@ -66,8 +63,3 @@ def png(draws: Sequence[Draw], height: float = HEIGHT, title: str = "") -> bytes
             figure.set_figheight(height + 0.14 * -(-len(curves) // columns))
         figure.savefig(written, format="png")
     return written.getvalue()
-
-
-def write(path: Path, title: str, draws: Sequence[Draw], height: float = HEIGHT) -> None:
-    """Write the plots, side by side, to the PNG file `path`. Raises OSError."""
-    atomic.write(path, png(draws, height, title), sync=False)

@@ -27,10 +27,10 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
     assert "error: serial, 1 rank: exit code 2" in done.stderr, done
     assert "--compression fp16 is not for --engine serial" in done.stderr, done
     found = {(row["name"], row["ranks"]): row for row in rows(tmp_path)}
-    assert set(found) == {("one rank", 1), ("no communication", 2), ("horovod", 2)}
+    assert set(found) == {("no communication", 1), ("no communication", 2), ("horovod", 2)}
     horovod = found["horovod", 2]
     share = horovod["samples_per_second"]["median"] / found["no communication", 2]["samples_per_second"]["median"]
-    assert abs(horovod["efficiency_apart"]["median"] - share) < 1e-6
+    assert abs(horovod["efficiency"]["median"] - share) < 1e-6
     apart, together = (tmp_path / "runs" / f"{name}-2-round1" for name in ("no-communication", "horovod"))
     assert not json.loads((apart / "benchmark.json").read_text())["communicates"]
     result = json.loads((together / "benchmark.json").read_text())
@@ -43,7 +43,6 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path):
     assert seconds["communication"] / sum(seconds.values()) > 0.005  # on quiet cores 0.1 to 0.4; without any 0.0005
     assert (together / "log").read_text().count("samples/s") == 3  # one block, from rank 0, with a line for each rank
     assert "| horovod | 2 |" in done.stdout
-    assert (tmp_path / "scaling.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
