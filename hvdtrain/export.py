@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint import extra_states, loading, mirror, reading
+from hvdtrain.checkpoint import loading, mirror, own, reading
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.cli import Parser, place
 from hvdtrain.engines.errors import UserError
@@ -46,7 +46,7 @@ def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def extra_of(facts: Facts, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what else a state_dict has, under the same names: what layers return from `get_extra_state`."""
     found: dict[str, Any] = {}
-    for name, states in extra_states.from_file(tensors).items():
+    for name, states in own.extra_states_in(tensors).items():
         kind, _, number = name.partition(" ")
         if kind == "model" and number.isdigit() and name not in facts["registered_types"]:
             prefix = f"{number}." if any(one.startswith("models.") for one in tensors) else ""

@@ -139,8 +139,8 @@ def load(flags: Flags, run: training.Run) -> text.Text:
             )
             raise UserError(f"{message}: use a longer text, or a smaller --context")
         content = run.checkpoints.resume.content()
-        if content is not None and content.held is not None:  # on rank 0
-            there = loading.registered_state(content.tensors, "vocabulary")
+        if content is not None and content[1]:  # on rank 0
+            there = loading.registered_state(content[1], "vocabulary")
             if there is not None:
                 data.vocabulary.load_state_dict(there)  # a clearer error than one about shapes
     run.describe_data(data.name, data.reason, sha256=data.sha256, train_tokens=len(data.train))

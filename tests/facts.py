@@ -1,9 +1,13 @@
-"""The facts of a sound checkpoint, for tests that write one themselves."""
+"""The content of a sound checkpoint, for tests that write one themselves."""
 
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.checkpoint import checkpoint
+import torch
+from torch import Tensor
+
+from hvdtrain.checkpoint import checkpoint, contents, own
+from hvdtrain.engines.portable import flattened, unflattened
 from hvdtrain.loop.state import TrainState
 
 
@@ -21,15 +25,26 @@ def sound_facts(**changed: Any) -> dict[str, Any]:
         "typed": {},
         "data": {},
         "scaler": {},
-        "workers": [],
         "optimizer_types": [],
         "parameters": [],
         "registered_types": {},
-        "own": {},
         "late": {},
-        "outer": [],
         "chosen": {},
         "input": {"samples": 0, "per_epoch": 0},
         "ended": None,
     }
     return facts | changed
+
+
+def own_tensors(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return the tensors for what each rank has of its own, by the name of the provider."""
+    packed = [{name: flattened(state) for name, state in one.items()} for one in ranks]
+    told = [{name: (value, len(row)) for name, (value, row) in one.items()} for one in packed]
+    rows = [row for one in packed for _, row in one.values()]
+    return {own.OWN: contents.encoded(told), own.BYTES: torch.cat([own.NO_BYTES, *rows])}
+
+
+def own_states(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Return what each rank has of its own in a checkpoint."""
+    ranks = own.unpacked(contents.decoded(tensors[own.OWN]), tensors[own.BYTES])
+    return [{name: unflattened(*one) for name, one in of.items()} for of in ranks]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
-FORMAT = 5
+FORMAT = 6
 OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 
 

@@ -1,9 +1,11 @@
-"""The checkpoints of a run: a list of parts, each of which adds to a checkpoint and takes from it.
+"""The checkpoints of a run: when one is saved, what is in it, and how a run takes it back. Only rank 0 writes files.
 
-Only rank 0 writes files.
+The position in training and what describes the run are here. objects.py has what ranks have in common, own.py what each
+rank has of its own.
 """
 
 import errno
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +16,22 @@ from torch import nn
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
-from hvdtrain.checkpoint.extra_states import ExtraStates
+from hvdtrain.checkpoint.checksums import require_same_on_all
 from hvdtrain.checkpoint.objects import Objects
-from hvdtrain.checkpoint.parts import Content, Moment, Part
+from hvdtrain.checkpoint.own import (
+    EXTRA,
+    HERE,
+    Buffers,
+    ExtraState,
+    Moment,
+    Own,
+    Provider,
+    Saved,
+    unlike_integers,
+    unlike_object,
+)
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.checkpoint.resume import Resume
-from hvdtrain.checkpoint.saved_buffers import Buffers
 from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
@@ -33,6 +45,21 @@ from hvdtrain.output.run_output import RunOutput
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.mirror import Mirror
+
+
+class StreamPosition(Provider):
+    """This rank's position in its stream."""
+
+    source: Input | None = None  # what the steps read
+    of_ranks: list[Any] | None = None  # in the checkpoint, until training begins
+
+    def state(self, moment: Moment) -> Any:
+        if self.source is None or self.source.position is None:
+            return None
+        return json.dumps(self.source.position())  # text: it may have millions of values, which are JSON already
+
+    def load(self, saved: Saved) -> None:
+        self.of_ranks = None if None in saved.states else [json.loads(state) for state in saved.states]
 
 
 class Checkpoints:
@@ -54,10 +81,11 @@ class Checkpoints:
         self.resume = Resume(engine, flags, output)  # the checkpoint to resume from
         self.writes = self.resume.writes
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
-        self.generators = Generators(engine, flags.seed, output.say, keeps=self.writes, draws=flags.evaluate is None)
+        self.generators = Generators(engine, flags.seed, output.say, keeps=self.writes)
         self._evaluates = flags.evaluate is not None
+        self.own, self._position = Own(engine, same=self._evaluates), StreamPosition()
+        self.before_save: list[Callable[[], None]] = []  # each may be a collective, and raise: then nothing is saved
         self.registered: dict[str, Any] = {}  # what the script has registered, by name; without generators
-        self._parts: list[Part] = []
         self._last_good: str | None = None
         self._writer: Writer | None = None
         self._ends = False  # training is over
@@ -78,34 +106,33 @@ class Checkpoints:
             raise UserError(f"{message}: name another --output-dir") from error
         self._writer = Writer(directory, self._keep, self._written, self.resume.lock)
 
-    # ---- the parts
+    # ---- what is saved, and restored if the run is resumed
 
     def restore(self, prepared: Prepared) -> None:
         """Save models and optimizers from now on, and restore them if the run is resumed. A collective."""
         trained = sum(p.numel() * p.element_size() for model in prepared.models for p in model.parameters())
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         self.objects = Objects(self.engine, self.resume, prepared, self.registered)
-        self._buffers = Buffers(self.engine, self.objects, same=self._evaluates)
-        self._extra = ExtraStates(self.engine, self.objects, same=self._evaluates)
-        self._watch(self.objects.modules())
+        modules = self.objects.modules()
+        self._watch(modules)
         if (content := self.resume.content()) is not None:
-            self.objects.restore(content)
-        for part in (self._extra, self._buffers, self.generators):
-            self.add(part)
+            facts, tensors = content
+            self.objects.restore(facts, tensors)
+            self.own.restore(tensors)
+        for name, model in modules.items():
+            self.own.add(f"{EXTRA}{name}", ExtraState(model))
+        self.own.add("buffers", Buffers(prepared.models))
+        if not self._evaluates:
+            self.own.add("generators", self.generators)
+            self.own.add("integer buffers", unlike_integers(prepared.models, self.output.say))
+            self.own.add("position", self._position)
 
-    def _watch(self, modules: Mapping[str, Any]) -> None:
+    def _watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Make ready for modules whose state is saved: refuse what cannot be, and make room for what is restored."""
-        if self.writes:
-            for module in modules.values():
-                contents.require_storable(contents.tensors_of(module))
-            self._extra.require_storable(modules)
-        self._buffers.watch(modules, self.resume.content())
-
-    def add(self, part: Part) -> None:
-        """Save a part from now on, and restore it if the run is resumed. A collective."""
-        self._parts.append(part)
-        if (content := self.resume.content()) is not None:
-            part.restore(content)
+        for module in modules.values() if self.writes else ():
+            contents.require_storable(contents.tensors_of(module))
+            ExtraState(module).state(HERE)
+        self.objects.watch(modules)
 
     def register(self, objects: Mapping[str, Any], generators: Mapping[str, object]) -> None:
         """Save objects, and generators of random numbers, from now on, and restore them. A collective."""
@@ -114,9 +141,13 @@ class Checkpoints:
             self.objects.require_registered(name, what)
         modules, content = self.objects.modules(objects), self.resume.content()
         self._watch(modules)
-        self.objects.register(objects, content)
-        if content is not None:
-            self._extra.take(modules)
+        self.objects.register(objects, {} if content is None else content[1])
+        require_same_on_all(self.engine, objects)
+        for name, module in modules.items():
+            self.own.add(f"{EXTRA}{name}", ExtraState(module))
+            self.own.add(f"statistics {name}", Buffers([module], only_statistics=True))
+        for name, what in objects.items() if not self._evaluates else ():
+            self.own.add(f"registered {name}", unlike_object(name, what, self.output.say))
 
     def require_all(self, source: Input) -> None:
         """Raise UserError on every rank if the program does not register an object that the checkpoint has, or reads other
@@ -127,22 +158,15 @@ class Checkpoints:
                 raise UserError(f"{message}: {contents.REGISTER}", everywhere=True)
         self.resume.require_samples(source)
 
-    def restore_statistics(self, objects: Mapping[str, Any]) -> None:
-        """Restore this rank's running statistics of registered modules. A collective; once all ranks have the same."""
-        if (content := self.resume.content()) is not None:
-            self._buffers.restore_statistics(objects, content)
-
     def positions(self) -> list[Any] | None:
-        """Return each rank's position in its stream, on every rank; None if there is none. A collective."""
-        content = self.resume.content()
-        saved = content.tensors.get("positions") if content is not None else None
-        held = None if saved is None else contents.decoded(saved)
-        shared: list[Any] | None = self.engine.broadcast_object(held, "checkpoint.positions")
-        return shared
+        """Return each rank's position in its stream; None if there is none."""
+        return self._position.of_ranks
 
     def begin_training(self) -> None:
         """Free the loaded checkpoint, and schedule the first automatic one."""
         self.resume.forget()
+        self.own.forget()
+        self._position.of_ranks = None
         self.interval.begin()
 
     # ---- saving
@@ -157,8 +181,9 @@ class Checkpoints:
         of the evaluation, if it follows one. ended: how long the loop over run.epochs was that the program left.
         """
         with self.interval.saving():
-            for part in (self.objects, *self._parts):
-                part.ready()
+            self.objects.ready()
+            for call in self.before_save:
+                call()
             # 0.0: at least the time limit of a step. Each tensor that is copied is progress, which restarts it.
             with self.engine.activity.during("checkpoint", 0.0):
                 if self.writes:
@@ -171,17 +196,14 @@ class Checkpoints:
 
     def _save(self, state: TrainState, source: Input | None, moment: Moment, about: Facts) -> None:
         heartbeat = self.engine.activity.heartbeat
-        content = Content(
-            {"outer": [], "workers": []}, moment=moment, writes=self._writer is not None, heartbeat=heartbeat
-        )
-        for part in (*self._parts, self.objects):  # objects last: it may fail on rank 0 alone, and others would wait
-            part.save(content)
-        if source is not None and source.position is not None:
-            positions = self.engine.all_gather_object(source.position(), "checkpoint.positions")
-            content.tensors["positions"] = contents.encoded(positions)
-        if self._writer is None:
+        self._position.source = source
+        copied = self.own.save(moment)
+        collected = self.objects.save(heartbeat, writes=self._writer is not None)
+        if self._writer is None or collected is None:
             return
-        content.facts |= about | {
+        facts, live, states = collected
+        facts["registered_types"] |= {name: contents.type_of(one) for name, one in self.generators.registered.items()}
+        facts |= about | {
             "format": checkpoint.FORMAT,
             "state": asdict(state),
             "initial": self.resume.initial._asdict(),
@@ -193,12 +215,13 @@ class Checkpoints:
             "input": self._size_of(source),
             "split": source.split if source is not None else (self.resume.facts or {}).get("split"),
         }
-        tensors = contents.snapshot(content.live, heartbeat) | content.tensors
+        copied[contents.OBJECTS] = live.pop(contents.OBJECTS)
+        tensors = contents.snapshot(live, heartbeat) | copied
         if not self._read_back:  # with the code of a resume, and compared; later ones have the same form
             self._read_back = True
-            checkpoint.require_readable(content.facts, tensors)
-            self.objects.require_as_saved(content, tensors)
-        self._writer.put(content.facts, tensors)
+            checkpoint.require_readable(facts, tensors)
+            self.objects.require_as_saved(states, facts, tensors)
+        self._writer.put(facts, tensors)
 
     def _size_of(self, source: Input | None) -> Facts:
         if source is not None:

@@ -4,9 +4,7 @@ model.NAME, or models.K.NAME        parameters and buffers of the single model, 
 objects                             optimizers and registered objects: JSON as uint8, with places for their tensors
 optimizer.N, or optimizers.K.N      tensor N of the optimizer's state_dict
 registered.NAME.N                   tensor N of the object registered under NAME (`Run.register`)
-buffers, statistics.NAME            [ranks, n]: each rank's own buffers, of the models and of the registered module NAME
-positions                           each rank's position in its stream, JSON as uint8
-outer.momentum                      with --sync-every: see features/local_steps.py, also for own and own.rows
+own, own.bytes                      what each rank has of its own: see own.py
 """
 
 import contextlib
@@ -123,7 +121,7 @@ def is_stored(dtype: torch.dtype) -> bool:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers in a module's state_dict by its own names. For the rest, see extra_states.py."""
+    """Return the parameters and buffers in a module's state_dict by its own names. For the rest, see `own.extra_state`."""
     return {own_name(name): value for name, value in module.state_dict().items() if not is_extra(name, value)}
 
 

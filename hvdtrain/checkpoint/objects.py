@@ -1,9 +1,9 @@
-"""The part of a checkpoint that holds models, optimizers, the loss scaler, and what `run.register` was given."""
+"""What a checkpoint has of models, optimizers, the loss scaler and registered objects: rank 0's."""
 
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.checksums import checksum
 from hvdtrain.checkpoint.comparison import chosen_for
-from hvdtrain.checkpoint.parts import Content, Part
+from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.checkpoint.resume import Resume
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.engines.modules import own_name
 from hvdtrain.engines.portable import difference, to_json
 from hvdtrain.loop.prepared import Prepared
 from hvdtrain.loop.schedules import redone
@@ -45,7 +47,39 @@ def set_settings(optimizers: Sequence[torch.optim.Optimizer], settings: Settings
             group.update(copy.deepcopy(mine))
 
 
-class Objects(Part):
+# ---- buffers that are made while training
+
+Shapes = dict[str, list[int] | None]  # of a module's persistent buffers, by name; None: there is no tensor yet
+Late = list[Any]  # JSON: name, shape when training began, shape and dtype when the checkpoint was saved
+
+
+def shapes(module: nn.Module) -> Shapes:
+    """Return the shape of each persistent buffer."""
+    return {name: None if buffer is None else list(buffer.shape) for name, buffer in persistent_buffers(module)}
+
+
+def changed(module: nn.Module, began: Shapes) -> list[Late]:
+    """Return the buffers that have other shapes than when training began."""
+    return [
+        [name, began.get(name), list(buffer.shape), str(buffer.dtype).removeprefix("torch.")]
+        for name, buffer in persistent_buffers(module)
+        if buffer is not None and began.get(name) != list(buffer.shape)
+    ]
+
+
+def make_room(module: nn.Module, late: Sequence[Late], device: torch.device) -> None:
+    """Give `module` buffers of the saved shapes, to be loaded. One that this program begins otherwise stays as it is."""
+    layers: Mapping[str, nn.Module] = {own_name(path): layer for path, layer in module.named_modules()}
+    now = shapes(module)
+    for full, began, shape, dtype in late:
+        path, _, name = full.rpartition(".")
+        layer = layers.get(path)
+        if layer is None or now.get(full) != began or (name not in layer._buffers and hasattr(layer, name)):
+            continue
+        layer.register_buffer(name, torch.zeros(shape, dtype=getattr(torch, dtype), device=device))
+
+
+class Objects:
     """Models, optimizers, loss scaler and registered objects, at first none. resume: the checkpoint to resume from."""
 
     def __init__(self, engine: Engine, resume: Resume, prepared: Prepared, registered: dict[str, Any]):
@@ -55,10 +89,26 @@ class Objects(Part):
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
         self._compared = False  # the states of optimizers, between ranks
         self._noted: tuple[list[tuple[Tensor, Tensor]], list[Any], dict[str, Any]] | None = None
+        self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def ready(self) -> None:
+        """Called before a save. Raises UserError if parameters were replaced."""
         self._prepared.require_same_parameters()
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Note the shapes that these modules begin with, and make room for what the checkpoint has."""
+        for name, module in modules.items():
+            self._shapes[name] = module, shapes(module)
+            if self._resume.facts is not None:
+                make_room(module, self._resume.facts["late"].get(name, []), self._engine.device)
+
+    def _late(self) -> dict[str, list[Late]]:
+        """Return the buffers that were made while training, by module. A collective: ranks must have the same."""
+        late = {name: buffers for name, watched in self._shapes.items() if (buffers := changed(*watched))}
+        remedy = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
+        self._engine.require_equal("the shapes of buffers that were made while training", late, remedy)
+        return late
 
     def _require_same_states(self) -> None:
         """Raise UserError on every rank if the state of an optimizer differs between ranks: a checkpoint has rank 0's. A
@@ -117,41 +167,42 @@ class Objects(Part):
     def _all_modules(self) -> list[nn.Module]:
         return [*self._prepared.models, *self.modules(self.registered).values()]
 
-    def save(self, content: Content) -> None:
+    def save(
+        self, heartbeat: Callable[[], None], *, writes: bool
+    ) -> tuple[Facts, dict[str, Tensor], contents.States] | None:
+        """Return facts, tensors that are not copied, and what was encoded; None on a rank that writes nothing. A collective
+        up to there: what follows may fail on rank 0 alone, and others would wait."""
         self._require_same_states()
         self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
-        if not content.writes:
-            return
-        models, optimizers = self._prepared.models, self._prepared.optimizers
-        facts, tensors, content.states = contents.collect(models, optimizers, self.registered, content.heartbeat)
-        facts["registered_types"] |= content.facts["registered_types"]  # those of generators (randomness.py)
-        content.facts |= facts | {"scaler": self._prepared.scaler.state_dict(), "chosen": self._chosen}
-        content.tensors[contents.OBJECTS] = tensors.pop(contents.OBJECTS)
-        content.live |= tensors
+        late = self._late()
+        if not writes:
+            return None
+        models, optimizers, scaler = self._prepared.models, self._prepared.optimizers, self._prepared.scaler
+        facts, tensors, states = contents.collect(models, optimizers, self.registered, heartbeat)
+        return facts | {"late": late, "scaler": scaler.state_dict(), "chosen": self._chosen}, tensors, states
 
-    def require_as_saved(self, content: Content, tensors: dict[str, Tensor]) -> None:
+    def require_as_saved(self, states: contents.States, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
         from hvdtrain.checkpoint import loading
 
-        assert content.states is not None
-        models, optimizers = self._prepared.models, self._prepared.optimizers
-        loading.require_as_saved(content.states, content.facts, tensors, models, optimizers)
+        loading.require_as_saved(states, facts, tensors, self._prepared.models, self._prepared.optimizers)
 
-    def restore(self, content: Content) -> None:
+    def restore(self, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+        """Restore models, optimizers and loss scaler. A collective. tensors: on rank 0."""
         from hvdtrain.checkpoint import loading
 
         prepared, optimizers = self._prepared, self._prepared.optimizers
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
-            if content.held is not None:
-                loading.load((content.facts, content.tensors), prepared.models, optimizers, prepared.scaler)
+            if tensors:
+                loading.load((facts, tensors), prepared.models, optimizers, prepared.scaler)
                 self._resume.require_choices(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)
         for optimizer in optimizers:
             self._engine.broadcast_optimizer_state(optimizer)
-        if content.facts["scaler"]:
-            prepared.scaler.load_state_dict(content.facts["scaler"])
+        if facts["scaler"]:
+            prepared.scaler.load_state_dict(facts["scaler"])
 
     # ---- the settings of optimizers
 
@@ -190,11 +241,11 @@ class Objects(Part):
 
     # ---- registered objects
 
-    def register(self, objects: Mapping[str, Any], content: Content | None) -> None:
-        """Save these, too, and restore them. A collective. content: None in a new run."""
+    def register(self, objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Save these, too, and restore them. A collective. tensors: of the checkpoint, on rank 0."""
         self.registered |= objects
         self._chosen |= (chosen := chosen_for([], objects))
-        if content is None:
+        if self._resume.facts is None:
             return
         from hvdtrain.checkpoint import loading
 
@@ -202,13 +253,13 @@ class Objects(Part):
             self.require_registered(name, what)
         with self._engine.raising_together("checkpoint"):
             self._resume.require_choices(chosen)
-        held = contents.decoded(content.tensors[contents.OBJECTS])["registered"] if content.held is not None else {}
+        held = contents.decoded(tensors[contents.OBJECTS])["registered"] if tensors else {}
         packed_states = self._engine.broadcast_object({name: held.get(name) for name in objects}, "registered")
         for name, what in objects.items():
             packed = packed_states[name]
             if packed is None:
                 raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
-            state = loading.unpack_everywhere(self._engine, packed, content.tensors, f"registered.{name}")
+            state = loading.unpack_everywhere(self._engine, packed, tensors, f"registered.{name}")
             if self._resume.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)
             else:
@@ -223,11 +274,6 @@ class Objects(Part):
         if name not in (types := self._resume.facts["registered_types"]):
             raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
         contents.require_type(name, what, types[name])
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models, as the script has created them."""
-        return self._prepared.models
 
     def modules(self, objects: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
         """Return the models, or the modules of these registered objects, by unique names."""

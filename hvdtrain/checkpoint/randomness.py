@@ -3,23 +3,18 @@
 The global generators of torch, Python and numpy, and those given to `Run.register`. Each rank has its own states. The code
 at the head of an epoch runs again when an epoch is resumed, so a checkpoint has two of each: the state with which the epoch
 began, and the one with which the steps go on.
-
-generators         JSON as uint8: of each rank, the states without their tensors
-generators.rows    int64 [ranks, n]: of each rank, the bytes of these tensors, padded
 """
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hvdtrain.checkpoint import contents
-from hvdtrain.checkpoint.parts import Content, Part
+from hvdtrain.checkpoint.own import Moment, Provider, Saved
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.portable import to_json, unflattened
+from hvdtrain.engines.portable import to_json
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 States = dict[str, Any]  # by the name of the generator
@@ -58,12 +53,11 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-class Generators(Part):
-    """The generators of this rank. say: prints a line. keeps: whether there are checkpoints. draws: it trains, and does not
-    only evaluate."""
+class Generators(Provider):
+    """The generators of this rank. say: prints a line. keeps: whether there are checkpoints."""
 
-    def __init__(self, engine: Engine, seed: int, say: Callable[[str], None], *, keeps: bool, draws: bool = True):
-        self._engine, self._seed, self._say, self._keeps, self._draws = engine, seed, say, keeps, draws
+    def __init__(self, engine: Engine, seed: int, say: Callable[[str], None], *, keeps: bool):
+        self._engine, self._seed, self._say, self._keeps = engine, seed, say, keeps
         self.registered: dict[str, Any] = {}
         self._held: Pair | None = None  # of this rank in the checkpoint, until `begin`
         self._seeds_anew = False  # this rank is not in the checkpoint
@@ -117,53 +111,32 @@ class Generators(Part):
 
     # ---- checkpoints
 
-    def save(self, content: Content) -> None:
-        in_steps, epoch_ended = content.moment
-        pair: Pair | None
+    def state(self, moment: Moment) -> Any:
         if self._began is None:  # an evaluation before the first epoch was stopped
-            pair = self._held
-        elif epoch_ended:
-            pair = (self._states(), {})
-        else:
-            pair = (self._began, self._states() if in_steps or self._go_on is None else self._go_on)
-        packed, rows = self._engine.all_gather_nested(pair and list(pair), "checkpoint.generators")
-        content.tensors |= {"generators": contents.encoded(packed), "generators.rows": rows}
-        if content.writes:
-            content.facts["registered_types"] = {n: contents.type_of(what) for n, what in self.registered.items()}
+            return self._held
+        if moment.epoch_ended:
+            return self._states(), {}
+        return self._began, self._states() if moment.in_steps or self._go_on is None else self._go_on
 
-    def restore(self, content: Content) -> None:
-        if self._draws and (line := self._load(content.held)):
-            self._say(line)
-
-    def _load(self, tensors: Mapping[str, Tensor] | None) -> str | None:
-        """Read what `begin` restores. A collective. tensors: of the checkpoint, on rank 0. Return a line if registered
-        generators of this number of ranks are not in it."""
-        saved = None if tensors is None else (contents.decoded(tensors["generators"]), tensors["generators.rows"])
-        packed, rows = self._engine.broadcast_nested(saved, "checkpoint.generators")
-        ranks, rank = len(packed), self._engine.rank
-        if any(one["value"] is None for one in packed):
-            return None
-
-        def pair_of(number: int) -> Pair:
-            began, go_on = unflattened(packed[number]["value"], rows[number])
-            return began, go_on
-
-        if rank < ranks:
-            self._held = pair_of(rank)
-        if self._engine.size <= ranks:
-            return None
-        pairs = [pair_of(number) for number in range(ranks)]
+    def load(self, saved: Saved) -> None:
+        """Keep what `begin` restores. A rank that is not in the checkpoint takes what all of its ranks had alike."""
+        pairs: list[Pair] = list(saved.states)
+        if any(pair is None for pair in pairs):
+            return
+        if saved.rank < len(pairs):
+            self._held = pairs[saved.rank]
+        if saved.ranks_now <= len(pairs):
+            return
         alike = [
             {name: state for name, state in states.items() if all(same(state, pair[which].get(name)) for pair in pairs)}
             for which, states in enumerate(pairs[0])
         ]
-        if rank >= ranks:
+        if saved.rank >= len(pairs):
             self._seeds_anew, self._held = True, (alike[0], alike[1])
         unlike = [name for name in pairs[0][0] if name not in alike[0] and not name.startswith(GLOBAL)]
-        if not unlike:
-            return None
-        message = f"the checkpoint has {' and '.join(unlike)} of {ranks} ranks, each another one"
-        return f"{message}: on the other ranks, they begin from new seeds"
+        if unlike:
+            message = f"the checkpoint has {' and '.join(unlike)} of {len(pairs)} ranks, each another one"
+            self._say(f"{message}: on the other ranks, they begin from new seeds")
 
 
 def same(one: Any, other: Any) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.comparison import Difference, differences, in_words, other_choices, other_lengths
-from hvdtrain.checkpoint.parts import Content
 from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
@@ -148,11 +147,11 @@ class Resume:
         except (KeyError, TypeError) as error:
             raise UserError(checkpoint.OTHER_VERSION, everywhere=True) from error
 
-    def content(self) -> Content | None:
-        """Return what is restored; None in a new run."""
+    def content(self) -> tuple[Facts, dict[str, Tensor]] | None:
+        """Return what is restored, facts and, on rank 0 alone, tensors; None in a new run."""
         if self.facts is None:
             return None
-        return Content(self.facts, self._content[1] if self._content is not None else None)
+        return self.facts, self._content[1] if self._content is not None else {}
 
     def forget(self) -> None:
         """Free the loaded checkpoint."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.collectives import Collectives, Facts
+from hvdtrain.engines.collectives import Collectives
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import all_tensors
 from hvdtrain.engines.portable import TENSOR, Held, NotStored, from_json, to_json
@@ -132,12 +132,10 @@ class Broadcasts(Collectives):
         self.broadcast_(content, name)
         return json.loads(content.numpy().tobytes())
 
-    def broadcast_nested(self, saved: tuple[list[Facts], Tensor] | None, name: str) -> tuple[list[Facts], Tensor]:
-        """Return on every rank what `all_gather_nested` returned. saved: on rank 0."""
-        ranks, shape = self.broadcast_object(saved and [saved[0], list(saved[1].shape)], name)
-        rows = torch.zeros(shape, dtype=torch.int64)
-        if rows.numel():
-            if saved is not None:
-                rows.copy_(saved[1])
-            self.broadcast_(rows, f"{name}.rows")
-        return ranks, rows
+    def broadcast_packed(self, value: Any, row: Tensor, name: str) -> tuple[Any, Tensor]:
+        """Return rank 0's JSON value and its row, int64 [n], on every rank: see `all_gather_packed`."""
+        value, length = self.broadcast_object([value, len(row)], name)
+        row = row if self.rank == 0 else torch.zeros(length, dtype=torch.int64)
+        if length:
+            self.broadcast_(row, f"{name}.bytes")
+        return value, row

@@ -11,14 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import flatten, unflatten
-from hvdtrain.engines.portable import flattened
-
-Facts = dict[str, Any]  # JSON
 
 FIRST_BYTES = 1016  # of an object, which travel with its length
 
@@ -126,15 +122,11 @@ class Collectives(ABC):
         if self.size > 1 and tensors:
             unflatten(self.sum(flatten(tensors), "average_buffers") / self.size, tensors)
 
-    # ---- nested values, whose tensors may differ between ranks
+    # ---- nested values as JSON, and the bytes of their tensors (portable.flattened), which may differ between ranks
 
-    def all_gather_nested(self, value: Any, name: str) -> tuple[list[Facts], Tensor]:
-        """Return the nested values of all ranks, as JSON without their tensors, and the bytes of these, padded."""
-        packed, row = flattened(value)
-        return self.all_gather_flattened({"value": packed, "length": len(row)}, row, name)
-
-    def all_gather_flattened(self, facts: Facts, row: Tensor, name: str) -> tuple[list[Facts], Tensor]:
-        """Return the facts of all ranks, and their rows, padded. facts: with the row's "length"."""
-        ranks: list[Facts] = self.all_gather_object(facts, name)
-        row = F.pad(row, (0, max(one["length"] for one in ranks) - len(row)))
-        return ranks, self.all_gather(row, f"{name}.rows") if len(row) else row.expand(self.size, 0)
+    def all_gather_packed(self, values: Sequence[Any], row: Tensor, name: str) -> tuple[list[Any], Tensor]:
+        """Return the JSON values of all ranks as one list, and their rows, int64 [n] of any length, as one row."""
+        everyone = self.all_gather_object([values, len(row)], name)
+        lengths = [length for _, length in everyone]
+        rows = self.all_gather_rows(row, lengths, f"{name}.bytes") if any(lengths) else [row]
+        return [value for theirs, _ in everyone for value in theirs], torch.cat(rows)

@@ -8,25 +8,21 @@ exchanges only: checkpoints, stops, comparisons. An evaluation between two excha
 
 A checkpoint has the state of rank 0, and what each group has of its own: optimizers, loss scaler, number of skipped steps.
 The states in a group are equal, so its first rank's is saved.
-
-own        JSON as uint8: of each group, the state that is no tensor, with shape and type of its tensors
-own.rows   int64 [groups - 1, n]: of each but the first, the bytes of its tensors, one after the other, padded
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.checkpoint import contents, loading
-from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.parts import Content, Part
+from hvdtrain.checkpoint.own import Moment, Saved
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import floating_buffers
 from hvdtrain.engines.parts import OneRank, RanksOfHost
-from hvdtrain.engines.portable import flattened, unflattened
 from hvdtrain.flags import Flags
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
@@ -43,7 +39,7 @@ def group_of(engine: Engine, flags: Flags) -> Engine:
     return group
 
 
-class LocalSteps(Feature, Part):
+class LocalSteps(Feature):
     """The weights that all ranks share, and their exchange. A collective.
 
     name_of: returns the name of a rank. compare: compares the weights among ranks, every `check_steps`.
@@ -183,92 +179,46 @@ class LocalSteps(Feature, Part):
             with torch.no_grad():
                 torch._foreach_copy_(tensors, own)
 
-    # ---- checkpoints: what is equal on all ranks, and what each group has of its own
+    # ---- checkpoints: of rank 0 the momenta of the shared weights, and what each group has of its own
 
-    def parts(self) -> Sequence[Part]:
-        return [self]
+    @property
+    def about(self) -> tuple[str, str]:  # type: ignore[override] # it names the optimizers
+        kinds = " or ".join(type(optimizer).__name__ for optimizer in self._prepared.optimizers)
+        return f"the state of {kinds}", "use another optimizer"
 
-    def _names(self) -> list[str]:
-        """Return the names of the parameters that have a momentum, in its order."""
-        return [name for name, _ in self._prepared.named(list(self._prepared.trained))]
+    def _named_momenta(self) -> dict[str, Tensor]:
+        names = [name for name, _ in self._prepared.named(list(self._prepared.trained))]
+        return dict(zip(names, self._momenta, strict=True))
 
-    def _momentum(self) -> Tensor:
-        """Return the momenta of the shared weights, one after the other."""
-        return torch.cat([momentum.reshape(-1) for momentum in self._momenta])
+    def state(self, moment: Moment) -> Any:
+        prepared, rank = self._prepared, self._all.rank
+        if self._leaders[rank] != rank:
+            return None
+        own = {"skipped": self._run.state.skipped, "scaler": prepared.scaler.state_dict()}
+        if rank == 0:  # its optimizers are in the checkpoint anyway
+            return own | {"leaders": self._leaders, "momenta": self._named_momenta()}
+        names = [contents.names_of(optimizer, prepared.models) for optimizer in prepared.optimizers]
+        return own | {"optimizers": [optimizer.state_dict() for optimizer in prepared.optimizers], "names": names}
 
-    def save(self, content: Content) -> None:
-        prepared, skipped = self._prepared, self._run.state.skipped
-        content.tensors |= states_of_groups(self._all, self._leaders, prepared.optimizers, prepared.scaler, skipped)
-        content.live["outer.momentum"] = self._momentum()
-        content.facts |= {"outer": self._names(), "workers": self._leaders}
-
-    def restore(self, content: Content) -> None:
-        facts, prepared, engine = content.facts, self._prepared, self._all
-        if not facts["workers"]:  # of a run without --sync-every
+    def load(self, saved: Saved) -> None:
+        """Restore this rank's, once the optimizers of rank 0 are on every rank."""
+        if (of_all := saved.states[0]) is None:  # of a run without --sync-every
             return
-        tensors = content.tensors or None
-        if facts["workers"] == self._leaders:
-            own = restore_own(engine, self._leaders, tensors, prepared.optimizers, prepared.models, facts["parameters"])
+        if of_all["leaders"] == self._leaders:
+            own, prepared = saved.states[self._leaders[saved.rank]], self._prepared
+            if "optimizers" in own:
+                loading.load_optimizers(prepared.optimizers, prepared.models, own["optimizers"], own["names"])
             self._run.state.skipped = own["skipped"]
             if own["scaler"]:
                 prepared.scaler.load_state_dict(own["scaler"])
         else:
-            remedy = f"each of {engine.size} ranks begins with the optimizer state of rank 0"
-            unlike = facts["world_size"] != engine.size
-            why = f"of {facts['world_size']} ranks" if unlike else "because other ranks shared a host"
+            count = len(saved.states)
+            why = f"of {count} ranks" if count != saved.ranks_now else "because other ranks shared a host"
+            remedy = f"each of {saved.ranks_now} ranks begins with the optimizer state of rank 0"
             self._run.say(f"--sync-every {self._exchange_steps}: {remedy}, {why}")
-        self._restore_momentum(tensors, facts["outer"])
-
-    def _restore_momentum(self, tensors: Mapping[str, Tensor] | None, names: Sequence[str]) -> None:
-        """Restore the momenta. A collective. tensors: of the checkpoint, on rank 0. names: in its order."""
-        flat = self._momentum().cpu()
-        if sorted(names) != sorted(self._names()):
+        momenta = self._named_momenta()
+        if momenta.keys() != of_all["momenta"].keys():
             remedy = "other parameters were trained: check --model"
             raise UserError(f"the checkpoint does not match the model: {remedy}", everywhere=True)
-        if tensors is not None:
-            flat.copy_(tensors["outer.momentum"])
-        self._all.broadcast_(flat, "checkpoint.momentum")
-        own = dict(zip(self._names(), self._momenta, strict=True))
-        ordered = [own[name] for name in names]
-        for momentum, part in zip(ordered, flat.split([one.numel() for one in ordered]), strict=True):
-            momentum.copy_(part.view_as(momentum))
-
-
-def states_of_groups(
-    engine: Engine,
-    leaders: Sequence[int],
-    optimizers: Sequence[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
-    skipped: int,
-) -> dict[str, Tensor]:
-    """Return the tensors for a checkpoint. A collective. Every rank needs memory for the states of all.
-
-    leaders: of each rank, the first rank of its group.
-    """
-    first = sorted(set(leaders))
-    kinds = " or ".join(type(optimizer).__name__ for optimizer in optimizers)
-    with contents.storable(f"the state of {kinds}", "use another optimizer"):
-        packed, row = flattened([optimizer.state_dict() for optimizer in optimizers])
-    facts = {"optimizers": packed, "scaler": scaler.state_dict(), "skipped": skipped, "length": len(row)}
-    ranks, rows = engine.all_gather_flattened(facts, row, "checkpoint.own")
-    return {"own": contents.encoded([ranks[rank] for rank in first]), "own.rows": rows[first[1:]].clone()}
-
-
-def restore_own(
-    engine: Engine,
-    leaders: Sequence[int],
-    tensors: Mapping[str, Tensor] | None,
-    optimizers: Sequence[torch.optim.Optimizer],
-    models: Sequence[nn.Module],
-    names: Sequence[Sequence[Sequence[str]]],
-) -> Facts:
-    """Restore this rank's optimizers, once those of rank 0 are on every rank. Return what else is its own: "scaler",
-    "skipped". A collective, with the `leaders` that have written it. tensors: of the checkpoint, on rank 0.
-    names: see `loading.load_optimizers`.
-    """
-    me = sorted(set(leaders)).index(leaders[engine.rank])
-    saved = None if tensors is None else (contents.decoded(tensors["own"]), tensors["own.rows"])
-    packed, rows = engine.broadcast_nested(saved, "checkpoint.own")
-    if me:
-        loading.load_optimizers(optimizers, models, unflattened(packed[me]["optimizers"], rows[me - 1]), names)
-    return {name: packed[me][name] for name in ("scaler", "skipped")}
+        for name, momentum in of_all["momenta"].items():
+            momenta[name].copy_(momentum)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hvdtrain.checkpoint.parts import Part
 from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import Delayed
 from hvdtrain.engines.base import Engine
@@ -142,7 +141,7 @@ class NonFinite(Feature):
         self._output.event("error", kind="non-finite", step=step.number, message=message)
 
 
-class LateVerdict(NonFinite, Part):
+class LateVerdict(NonFinite):
     """Leaves the verdict on the device, and reads it in the next step. At once: in steps that are logged or saved."""
 
     def prepare(self, run: Run) -> None:
@@ -166,7 +165,7 @@ class LateVerdict(NonFinite, Part):
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined] # GradScaler gives it the flag
 
     def reduced(self, step: Step) -> None:
-        self.ready()  # the device has this step's work to do meanwhile
+        self.before_save()  # the device has this step's work to do meanwhile
         saves = self._saves_every and step.number % self._saves_every == 0
         if step.logged or saves or not self._flagged.issuperset(step.backwards):
             super().reduced(step)
@@ -185,10 +184,7 @@ class LateVerdict(NonFinite, Part):
             self._before = step, Delayed(of_any(self._flags))
             self._flags = []
 
-    def parts(self) -> Sequence[Part]:
-        return [self]
-
-    def ready(self) -> None:
+    def before_save(self) -> None:
         """Read the verdict of the step before, and count that step as skipped or not. Also called before a save."""
         if self._before is None:
             return

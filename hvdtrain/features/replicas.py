@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from hvdtrain.checkpoint.checksums import checksum
-from hvdtrain.checkpoint.parts import Part
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.modules import named_parameters
@@ -55,7 +54,7 @@ def compare(
     raise Failure(message, everywhere=engine.of_all_ranks)
 
 
-class Replicas(Feature, Part):
+class Replicas(Feature):
     """Compares the weights after the first step of this process, every --check-steps, and before each save: what a program
     changes on one rank alone differs after its first step. name_of: returns the name of a rank."""
 
@@ -77,10 +76,7 @@ class Replicas(Feature, Part):
             self.compare(self._averaging)
         self._features.no_more_after_steps(self)
 
-    def parts(self) -> Sequence[Part]:
-        return [self]
-
-    def ready(self) -> None:
+    def before_save(self) -> None:
         self.compare(self._all)  # waits for ranks that are in their step
 
     def compare(self, among: Engine) -> None:

@@ -251,12 +251,11 @@ class NamedBuffer(NamedTuple):
 class SharedBuffers:
     """The buffers of a run's models."""
 
-    def __init__(self, engine: Engine, models: Sequence[nn.Module]):
-        self._engine, self._models = engine, models
+    def __init__(self, engine: Engine, models: Sequence[nn.Module], say: Callable[[str], None]):
+        self._engine, self._models, self._say = engine, models, say
         self._shared_at: object = None
         self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by id: buffers, and copies of what this rank had in them
-        self._unlike: list[str] = []  # of other buffers: those that differed between ranks when that was first noticed
-        self._warned = False
+        self._compared = self._warned = False
 
     def share(self, position: object, registered: Mapping[str, nn.Module]) -> None:
         """Make the buffers the same on all ranks, for an evaluation. A collective.
@@ -331,17 +330,22 @@ class SharedBuffers:
             elif any(theirs[name][2] for theirs in everyone if name in theirs):
                 message = f"the buffer {name} is {kinds[0]} on rank 0, and {kinds[other]} on rank {other}"
                 raise UserError(f"{message}: {BUFFER_ALIKE}", everywhere=True)
-        self._unlike = self._unlike or [name for name in differing if not named[name].is_statistic]
+        self._warn([name for name in differing if not named[name].is_statistic])
         return named, differing
 
-    def warning(self) -> str | None:
-        """Return, once, what to tell the author about buffers that differed between ranks; None: nothing."""
-        if self._warned or not self._unlike:
-            return None
-        self._warned = True
-        more = f" and {len(self._unlike) - 1} others differ" if len(self._unlike) > 1 else " differs"
-        message = f"the buffer {self._unlike[0]}{more} between ranks, and rank 0's is evaluated and saved"
-        return f"warning: {message}: let it follow the rows of all ranks, run.gather(rows)"
+    def compare_once(self) -> None:
+        """Compare them, also in a training without evaluations. A collective, before a save."""
+        if not self._compared:
+            self._compared = True
+            self.compare()
+
+    def _warn(self, unlike: Sequence[str]) -> None:
+        """Tell the author, once, about buffers that differ between ranks and are no statistics."""
+        if unlike and not self._warned:
+            self._warned = True
+            more = f" and {len(unlike) - 1} others differ" if len(unlike) > 1 else " differs"
+            message = f"the buffer {unlike[0]}{more} between ranks, and rank 0's is evaluated and saved"
+            self._say(f"warning: {message}: let it follow the rows of all ranks, run.gather(rows)")
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

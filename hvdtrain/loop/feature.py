@@ -4,18 +4,21 @@ A feature is one file in training/features, and its lines in loop/start.py, whic
 core calls these methods and imports no feature. Without the file and the line, all else works.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hvdtrain.checkpoint.own import Provider
 
 if TYPE_CHECKING:  # the core hands these over; importing them would be a circle
-    from hvdtrain.checkpoint.parts import Part
     from hvdtrain.engines.base import Engine
     from hvdtrain.loop.run import Run
     from hvdtrain.loop.step import Step
 
 
-class Feature:
-    """Each method does nothing, unless a feature overrides it. Every rank calls each of them at the same point.
+class Feature(Provider):
+    """What continues after a restart is what its `state` returns: see `Provider`. `load` is called after `prepare`.
+
+    Each method does nothing, unless a feature overrides it. Every rank calls each of them at the same point.
 
     `run.engine` has all ranks. `run.prepared().engine` has those that average their gradients in a step: use it for what
     happens in `before_step` and `reduced`. In a save, use `run.engine`.
@@ -27,9 +30,6 @@ class Feature:
     def prepare(self, run: "Run") -> None:
         """Called at the end of `run.prepare`: models and optimizers are wrapped and restored."""
 
-    def registered(self, objects: Mapping[str, Any]) -> None:
-        """Called at the end of `run.register`: the objects are restored, with what rank 0 had."""
-
     def before_step(self, step: "Step") -> None:
         """Called before the script gets a step."""
 
@@ -40,9 +40,8 @@ class Feature:
     def after_step(self, step: "Step") -> None:
         """Called after the script's part of a step. `run.state` counts it."""
 
-    def parts(self) -> "Sequence[Part]":
-        """Return what checkpoints have of this feature. Called after `prepare`."""
-        return ()
+    def before_save(self) -> None:
+        """Called before a checkpoint, also of a run that writes none. May be a collective, and raise: nothing is saved."""
 
     def close(self, *, failed: bool) -> None:
         """Called at the end of the block of `training.start`. failed: by an exception."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint import extra_states
+from hvdtrain.checkpoint.own import extra_state, share_extra_state
 from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.errors import UserError
@@ -155,7 +155,7 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
     """Raise UserError on every rank if ranks have built different models or optimizers. A collective."""
     mine = [f"{name}: {kind_of(tensor)}" for name, tensor in named_parameters(models)]
     mine += [f"{kind_of(buffer)} buffer{sparse_values(buffer)}" for model in models for buffer in model.buffers()]
-    mine += [name for model in models for states in extra_states.of({"": model}).values() for name in states]
+    mine += [name for model in models for name in extra_state(model)]
     mine += [type(optimizer).__name__ for optimizer in optimizers]
     digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
     if len(set(digests)) == 1:
@@ -249,7 +249,7 @@ def prepare(
     for model in models:
         engine.broadcast_model(model)
     if flags.weights is not None:
-        extra_states.share(engine, {"": models[0]})
+        share_extra_state(engine, models[0])
     for optimizer in optimizers:
         engine.broadcast_optimizer_state(optimizer)
     return prepared

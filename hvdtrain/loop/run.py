@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hvdtrain.checkpoint.checkpoint import Facts, name_of
 from hvdtrain.checkpoint.checkpoints import Checkpoints
-from hvdtrain.checkpoint.checksums import require_same_on_all
-from hvdtrain.checkpoint.parts import HERE, IN_STEPS, Moment
+from hvdtrain.checkpoint.own import HERE, IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
@@ -191,11 +190,12 @@ class Run:
         self._shared = Shared(
             self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast, self.features
         )
-        self.buffers = SharedBuffers(self.engine, prepared.models)
+        self.buffers = SharedBuffers(self.engine, prepared.models, self.say)
         for feature in self.features.all:
             feature.prepare(self)
-            for part in feature.parts():
-                self.checkpoints.add(part)
+            self.checkpoints.own.add(type(feature).__name__, feature)
+            self.checkpoints.before_save.append(feature.before_save)
+        self.checkpoints.before_save.append(self.buffers.compare_once)
         self.checkpoints.objects.take_settings()
         return prepared.in_order_of(parts)
 
@@ -214,10 +214,6 @@ class Run:
             )
         objects, generators = sorted_objects(objects)
         self.checkpoints.register(objects, generators)
-        require_same_on_all(self.engine, objects)
-        self.checkpoints.restore_statistics(objects)
-        for feature in self.features.all:
-            feature.registered(objects)
 
     # ---- how far it is
 
@@ -513,8 +509,6 @@ class Run:
             # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
             modules = averaged if prepared.weights_of_all is None else {}
             self.buffers.share((self.state.epoch, self.state.step, self.in_steps), modules)
-            if line := self.buffers.warning():
-                self.say(line)
         whole, means = isinstance(data, int) and not isinstance(data, bool), Means()
         batches = None if whole else self.data.evaluated(data)
         self._evaluation = evaluation = Evaluation(self.engine, data, batches, self._go_on, means)

@@ -128,7 +128,6 @@ def features_of(
 
     name_of: returns the name of a rank.
     """
-    from hvdtrain.checkpoint.differing import Differing
     from hvdtrain.features import non_finite
     from hvdtrain.features.replicas import Replicas
     from hvdtrain.features.schedule_rules import ScheduleRules
@@ -150,7 +149,6 @@ def features_of(
 
         features.append(Utilization())
     features.append(ScheduleRules())
-    features.append(Differing())
     return features
 
 

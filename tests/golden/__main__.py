@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import platform
 import re
 import subprocess
@@ -71,8 +72,8 @@ def checkpoint(out: Path) -> Hashes:
     """Return a hash of what the newest checkpoint holds, whatever its tensors are called.
 
     Of a model, each tensor by its name. Of optimizers and registered objects, each tensor. Of what each rank has of its own,
-    such as buffers, each number: how these are joined to tensors is the format's. Random number generators and positions are
-    left out: the runs that are killed need them to end with the same hashes as those that are not.
+    such as buffers, each number: how these are joined to tensors is the format's. Random number generators, positions and
+    optimizers of local steps are left out: the runs that are killed need them to end with the same hashes as others.
     """
     files = sorted((out / "checkpoints").glob("*.safetensors"))
     if not files:
@@ -83,13 +84,38 @@ def checkpoint(out: Path) -> Hashes:
             tensor = file.get_tensor(name).contiguous()
             content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
             kind = name.split(".")[0]
-            if kind in SHARED:
+            if kind == "own":
+                if name == "own":
+                    numbers += own_numbers(json.loads(content), file.get_tensor("own.bytes").numpy().tobytes())
+            elif kind in SHARED:
                 of = f"{name if kind == 'model' else kind} {tensor.dtype} {tuple(tensor.shape)} ".encode()
                 tensors.append(of + content)
             elif tensor.is_floating_point():
                 width = tensor.element_size()
                 numbers += (content[at : at + width] for at in range(0, len(content), width))
     return {"checkpoint": hashlib.sha256(b"".join(sorted(tensors) + sorted(numbers))).hexdigest()[:16]}
+
+
+def own_numbers(ranks: list[dict[str, Any]], content: bytes) -> Iterator[bytes]:
+    """Yield the bytes of each floating-point number that ranks have of their own: see checkpoint/own.py."""
+    end = 0
+    for packed, length in (one for rank in ranks for one in rank.values()):
+        begin, end = end, end + 8 * length
+        for skipped, held in tensors_in(packed):
+            dtype = getattr(torch, held["dtype"])
+            size = math.prod(held["shape"]) * dtype.itemsize
+            for at in range(begin, begin + size, dtype.itemsize) if dtype.is_floating_point and not skipped else ():
+                yield content[at : at + dtype.itemsize]
+            begin += size
+
+
+def tensors_in(packed: Any, skipped: bool = False) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Yield what stands for each tensor in nested JSON, and whether it is of an optimizer."""
+    if isinstance(packed, dict) and "__tensor__" in packed:
+        yield skipped, packed
+    elif isinstance(packed, (dict, list)):
+        for key, value in packed.items() if isinstance(packed, dict) else enumerate(packed):
+            yield from tensors_in(value, skipped or key == "optimizers")
 
 
 def digest(value: object) -> str:

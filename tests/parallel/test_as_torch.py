@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, TensorDataset
 
 from hvdtrain.checkpoint import checkpoint, reading
-from hvdtrain.checkpoint.contents import decoded, encoded
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.sharding import epoch_order
+from tests.facts import own_states, own_tensors
 from tests.parallel.test_loop import N, X, Y, a_run, alone, fit, same
 
 
@@ -196,15 +196,11 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
         if epochs == 1 and engine.rank == 0:
             path = checkpoint.listed(Path(shared_directory) / "checkpoints")[0]
             facts, tensors = reading.read(path)
-            tensors["buffers"] = tensors["buffers"].repeat(2, 1)
-            tensors["buffers"][:, 6:9] = torch.arange(2.0 * engine.size).unsqueeze(1)
-            facts["own"]["buffers"][0] = 2 * engine.size
-            facts["world_size"] = 2 * engine.size
-            for name in {"generators", "differing"} & set(
-                tensors
-            ):  # on 3 ranks, these have seen unequal numbers of samples
-                tensors[name] = encoded(2 * decoded(tensors[name]))
-                tensors[f"{name}.rows"] = tensors[f"{name}.rows"].repeat(2, 1)
+            states = own_states(tensors) + own_states(tensors)
+            for rank, of in enumerate(states):
+                of["buffers"]["norms.0.running_mean"].fill_(rank)
+            facts["world_size"] = len(states)
+            tensors |= own_tensors(states)
             checkpoint.write(path, facts, tensors)
         engine.barrier()
 

@@ -114,7 +114,8 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_told_on_every_rank(engine, 
     net = network()
     with (
         pytest.raises(
-            UserError, match=r"^the state of Odd holds a object at .*, which a checkpoint cannot store: use another"
+            UserError,
+            match=r"^(rank 1 on .*: )?the state of Odd holds a object at .*, which a checkpoint cannot",
         ),
         a_run(engine, *LOCAL, "--output-dir", shared_directory) as run,
     ):

@@ -19,11 +19,11 @@ from hvdtrain import report as page
 from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint, contents, reading
 from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.checkpoint.own import IN_STEPS
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.datasets import mnist as mnist_files
 from hvdtrain.datasets import shards
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.portable import flattened
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.loop.prepare import prepare
 from hvdtrain.loop.state import TrainState
@@ -32,7 +32,7 @@ from hvdtrain.models.weight_files import MOST_TENSORS
 from hvdtrain.models.weights import load_weights
 from hvdtrain.output import run_output
 from hvdtrain.output.recorded_runs import read_runs, time_shares
-from tests.facts import sound_facts
+from tests.facts import own_tensors, sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
 
@@ -194,9 +194,9 @@ def saved() -> tuple[dict, dict]:
     data = {"dataset": "digits", "train_samples": 128}
     facts = sound_facts(state=state, config={"lr": 0.1, "epochs": 2}, data=data) | facts
     here = SimpleNamespace(device=torch.device("cpu"))
-    told, row = flattened([Generators(here, 1, print, keeps=True)._states(), {}])
-    tensors["generators"] = contents.encoded([{"value": told, "length": len(row)}])
-    tensors["generators.rows"] = row[None]
+    generators = Generators(here, 1, print, keeps=True)
+    generators.begin_epoch()
+    tensors |= own_tensors([{"generators": generators.state(IN_STEPS)}])
     return facts, tensors
 
 
@@ -311,7 +311,7 @@ def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, engine, out
 @tried(100)
 @given(
     tensors=st.dictionaries(
-        st.sampled_from(["buffers", "model.x", "__metadata__", ""]),
+        st.sampled_from(["own", "own.bytes", "model.x", "__metadata__", ""]),
         st.fixed_dictionaries({
             "dtype": st.sampled_from(["F32", "U8", "BF16", "BOOL", "F8_E4M3", "X", 7]),
             "shape": st.lists(st.sampled_from([0, 1, 7, 2**31, 2**40, 2**63, 2**64, -1, "x"]), max_size=3),

@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hvdtrain.checkpoint import contents
+from hvdtrain.engines.portable import flattened
 from tests.golden import __main__ as golden
 from tests.golden.table import RUNS
 
@@ -37,7 +39,7 @@ def saved(out, step, **tensors):
     return golden.checkpoint(out)["checkpoint"]
 
 
-@pytest.mark.parametrize("name", ["model__weight", "optimizer__0", "registered__slow__3", "buffers", "own__1__mean"])
+@pytest.mark.parametrize("name", ["model__weight", "optimizer__0", "registered__slow__3", "buffers"])
 def test_each_bit_of_the_newest_checkpoint_counts(tmp_path, name):
     hashes = [saved(tmp_path, step, **{name: [value, 2.0]}) for step, value in enumerate((1.0, 1.0, 1.0 + 2**-23))]
     assert hashes[0] == hashes[1] != hashes[2]
@@ -45,7 +47,11 @@ def test_each_bit_of_the_newest_checkpoint_counts(tmp_path, name):
 
 def test_how_a_checkpoint_calls_and_joins_what_ranks_have_of_their_own_does_not_count(tmp_path):
     first = saved(tmp_path, 1, optimizer__0=[3.0], buffers=[[1.0, 2.0], [5.0, 6.0]])
-    assert first == saved(tmp_path, 2, optimizer__momentum=[3.0], own__0=[1.0, 2.0], own__1=[5.0, 6.0])
+    packed = [flattened({"mean": torch.tensor(one)}) for one in ([1.0, 2.0], [5.0, 6.0])]
+    ranks = [{"buffers": (value, len(row))} for value, row in packed]
+    own = {"own": contents.encoded(ranks), "own__bytes": torch.cat([row for _, row in packed])}
+    assert first == saved(tmp_path, 2, optimizer__momentum=[3.0], **own)
+    assert first != saved(tmp_path, 4, optimizer__momentum=[3.0], **own | {"own__bytes": own["own__bytes"] + 1})
     assert first != saved(tmp_path, 3, optimizer__0=[[3.0]], buffers=[[1.0, 2.0], [5.0, 6.0]])
 
 

@@ -1,6 +1,7 @@
 """Random numbers that a program draws outside of `step.batches`, and its position: as if it had not been stopped."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
+from hvdtrain.checkpoint.own import IN_STEPS, Saved
 from hvdtrain.checkpoint.randomness import Generators
-from hvdtrain.engines.broadcasts import Broadcasts
 from hvdtrain.engines.errors import UserError
 from tests.single.training.small import Killed, N, X, Y, flags_for
 
@@ -136,57 +137,28 @@ def test_another_object_than_the_generator_is_refused(tmp_path):
         train(rng=random.SystemRandom())
 
 
-class Ranks(Broadcasts):
-    """In place of an engine: what rank 0 has gathered of several ranks."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank, size, states=()):
-        self.rank, self.size, self.states = rank, size, states
-
-    def all_gather_object(self, value, name):
-        return [value] * self.size
-
-    def all_gather(self, tensor, name):
-        return tensor.expand(self.size, *tensor.shape)
-
-    def broadcast_object(self, value, name):
-        return value
-
-    def broadcast_(self, tensor, name):
-        pass
-
-    def all_reduce_(self, tensor, op, name):
-        raise NotImplementedError  # generators are never added up
+def of_rank(rank):
+    return SimpleNamespace(rank=rank, device=torch.device("cpu"))
 
 
 def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_other_seeds():
     def first(rank):
-        generators = Generators(Ranks(0, 1), 1, print, keeps=True)
+        generators = Generators(of_rank(0), 1, print, keeps=True)
         generators.registered = dict(alike=random.Random(7), own=random.Random(rank))
         generators.begin(0)
         generators.begin_epoch()
         return generators
 
-    from hvdtrain.checkpoint import contents
-    from hvdtrain.checkpoint.parts import Content
-    from hvdtrain.engines.portable import flattened
-
     values = []
     for rank in range(2):
         torch.manual_seed(rank)
         generators = first(rank)
-        pair = [generators._states(), generators._states()]
-        values.append(flattened(pair))
-    tensors = {
-        "generators": contents.encoded([{"value": told, "length": len(row)} for told, row in values]),
-        "generators.rows": torch.stack([row for _, row in values]),
-    }
+        values.append(generators.state(IN_STEPS))
     numbers, lines = {}, []
     for rank in range(4):
-        generators = Generators(Ranks(rank, 4), 1, lines.append, keeps=True)
+        generators = Generators(of_rank(rank), 1, lines.append, keeps=True)
         generators.registered = dict(alike=random.Random(), own=random.Random())
-        generators.restore(Content({}, tensors))
+        generators.load(Saved(values, rank, 4, same=False))
         generators.begin(100)
         numbers[rank] = [generators.registered[name].random() for name in ("alike", "own")] + [torch.rand(()).item()]
     assert (

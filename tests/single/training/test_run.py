@@ -22,6 +22,7 @@ from hvdtrain.loop.step import Step
 from hvdtrain.output.metric_names import goodness
 from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
+from tests.facts import own_states, own_tensors
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
 
@@ -305,8 +306,9 @@ def test_statistics_that_all_ranks_had_alike_are_evaluated_to_the_bit(tmp_path):
     path = checkpoint.listed(tmp_path / "checkpoints")[0]
     facts, tensors = reading.read(path)
     value = next(one for one in torch.rand(1000) if one.repeat(3).mean() != one)
-    tensors["buffers"] = torch.full((3, *tensors["buffers"].shape[1:]), float(value))
-    facts["own"]["buffers"][0] = 3
+    states = own_states(tensors)[0]
+    states["buffers"] = {name: torch.full_like(one, float(value)) for name, one in states["buffers"].items()}
+    tensors |= own_tensors([states] * 3)
     checkpoint.write(path, facts, tensors)
     net = nn.BatchNorm1d(3)
     with training.start(flags_for("--evaluate", str(path))) as run:
