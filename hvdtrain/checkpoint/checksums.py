@@ -1,6 +1,6 @@
 """Sums by which ranks compare tensors, without sending them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,34 +9,46 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra
 
-CHUNK = 2**18  # elements
+# Elements that are computed at a time. Positions and products are of int64, four times the memory of float32 values: on CPUs
+# they stay in the cache, and a GPU is given enough to do for each kernel.
+CHUNK, CHUNK_ON_GPU = 2**18, 2**22
 
 
-def checksum(parameter: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
 
-    It changes if a single bit flips, or if two different values are swapped. Computed on the parameter's device, in chunks:
-    positions and products are of int64, four times the memory of a large float32 parameter.
+    It changes if a single bit flips, or if two different values are swapped. Computed on the tensor's device.
     """
-    if parameter.is_complex():
-        parameter = torch.view_as_real(parameter.detach())
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    total, done = torch.zeros((), dtype=torch.int64, device=parameter.device), 0
-    for chunk in chunks(parameter.detach()):
-        bits = chunk.view(kind)
-        total += (bits * torch.arange(done + 1, done + len(bits) + 1, device=bits.device)).sum()
-        done += len(bits)
-    return total
+    return checksums([tensor])[0]
 
 
-def chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements in order, as flat tensors of at most CHUNK elements. Only the current one is copied, if at all."""
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the checksum of each tensor, int64 [n]. All are on one device, where each takes two kernels if it is small."""
+    sums, device = [], tensors[0].device
+    limit = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
+    longest = max(tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors)
+    positions = torch.arange(1, min(limit, longest) + 1, device=device)
+    for tensor in tensors:
+        values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        done, of_chunks = 0, []
+        for chunk in chunks(values, limit):
+            bits = chunk.view(kind)
+            places = positions[: len(bits)] if done == 0 else positions[: len(bits)] + done
+            of_chunks.append((bits * places).sum())
+            done += len(bits)
+        sums.append(of_chunks[0] if len(of_chunks) == 1 else torch.stack(of_chunks).sum())
+    return torch.stack(sums)
+
+
+def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Yield the elements in order, as flat tensors of at most `limit` elements. Only the current one may be copied."""
     if tensor.is_contiguous():
-        yield from tensor.reshape(-1).split(CHUNK)
+        yield from tensor.reshape(-1).split(limit)
         return
-    rows = CHUNK // tensor[0].numel()
+    rows = limit // tensor[0].numel()
     for part in tensor.split(max(1, rows)):  # channels_last, for instance
-        yield from [part.reshape(-1)] if rows else chunks(part[0])
+        yield from [part.reshape(-1)] if rows else chunks(part[0], limit)
 
 
 def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> None:

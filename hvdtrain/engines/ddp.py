@@ -263,7 +263,7 @@ class DdpEngine(Engine):
         self.description = "ddp over NCCL"
         if torch.version.hip:
             self.notes.append("an AMD GPU (ROCm): expected to train as others do, but never tried")
-        return gpu.of_local_rank(self.local_rank, self.local_size, gpus)
+        return gpu.of_local_rank(self.local_rank, gpus)
 
     def distribute_model(self, model: nn.Module, reduction: Reduction) -> nn.Module:
         # Buffers are made the same on all ranks before an evaluation (`SharedBuffers`), not in every forward pass. The
@@ -272,7 +272,7 @@ class DdpEngine(Engine):
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {sync: False, "find_unused_parameters": reduction.find_unused_parameters}
-        options["process_group"] = self._group
+        options |= {"process_group": self._group, "gradient_as_bucket_view": True}  # else each gradient is copied back
         if "init_sync" in known:
             options["init_sync"] = False
         if self.device.type == "cuda":
@@ -364,12 +364,15 @@ class DdpEngine(Engine):
 
 def wait_for_all(store: "torch.distributed.Store", rank: int, size: int) -> None:
     """Return once all ranks have called this. Raises TimeoutError with those that have not in time."""
-    keys = [f"hvdtrain.{other}" for other in range(size)]
-    store.set(keys[rank], "")
+    store.set(f"hvdtrain.{rank}", "")
+    if store.add("hvdtrain.arrived", 1) >= size:
+        store.set("hvdtrain.all", "")
     try:
-        store.wait(keys, timedelta(seconds=MEETING_SECONDS))
+        store.wait(
+            ["hvdtrain.all"], timedelta(seconds=MEETING_SECONDS)
+        )  # not for each rank's key: that is their square
     except RuntimeError as error:
-        if late := [other for other, key in enumerate(keys) if not store.check([key])]:
+        if late := [other for other in range(size) if not store.check([f"hvdtrain.{other}"])]:
             raise TimeoutError(f"rank {listed(late)} did not connect within {MEETING_SECONDS:.0f} s") from error
 
 

@@ -46,11 +46,14 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
     parameters, last layer first.
 
     The backward pass computes the last layer first, so its bucket is reduced while the earlier layers are still being
-    computed. A model smaller than `limit` is one bucket. limit: default `bucket_bytes`.
+    computed. A model smaller than `limit` is one bucket. limit: default `bucket_bytes`; on GPUs the largest, because NCCL
+    reduces small buckets slowly, and the links between GPUs are fast.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
-    limit = bucket_bytes(sum(sizes)) if limit is None else limit
+    if limit is None:
+        on_gpus = any(parameter.device.type != "cpu" for parameter in trainable)
+        limit = LARGEST_BUCKET if on_gpus else bucket_bytes(sum(sizes))
     groups: list[list[nn.Parameter]] = []
     filled = limit
     for parameter, size in zip(reversed(trainable), reversed(sizes), strict=True):

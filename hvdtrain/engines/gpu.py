@@ -17,6 +17,7 @@ import torch
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import processes
 
 NAME_OF_GPU = re.compile("[0-9]+|(GPU|MIG)-.+")
 NO_GPU = "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
@@ -41,6 +42,10 @@ def count(wanted: str) -> int:
             torch.cuda.init()
         except RuntimeError as error:
             remedy = "see nvidia-smi; update the driver, install a torch for an older CUDA, or use --device cpu"
+            if torch.cuda._is_in_bad_fork():
+                remedy = (
+                    "what started this process had used CUDA: let it start ranks without a fork, or leave CUDA alone"
+                )
             message = f"{gpus(there)}, but CUDA does not start ({first_sentence(error)})"
             raise UserError(f"{message} with torch {torch.__version__}: {remedy}") from error
         there = torch.cuda.device_count()  # NVML may count more than CUDA shows
@@ -88,14 +93,12 @@ def take(index: int) -> torch.device:
 # ---- one GPU for each rank
 
 
-def of_local_rank(local_rank: int, local_size: int, gpus: int) -> torch.device:
+def of_local_rank(local_rank: int, gpus: int) -> torch.device:
     """Return this rank's GPU, one of the `gpus` visible ones, and make it torch's current device.
 
-    Raises UserError if there are several GPUs, but fewer than ranks on this host, and if torch cannot compute on it.
+    There may be fewer than ranks on this host: a scheduler shows each rank its own, an agent of torchrun its ranks theirs.
+    Whether two ranks have the same is known once all have one (`require_own`). Raises UserError if torch cannot compute.
     """
-    # One visible GPU with several local ranks: the scheduler has already assigned a GPU to each rank.
-    if 1 < gpus < local_size and not ranks_share_gpus(os.environ):
-        raise UserError(f"{local_size} ranks on this host but {gpus} GPUs: start at most one rank per GPU")
     return take(local_rank % gpus)
 
 
@@ -114,11 +117,13 @@ def require_own(engine: Engine) -> None:
 
 
 class RankDevice(NamedTuple):
-    """What a rank computes on. bus: the PCI address of its GPU, which slices of it (MIG) share; empty if not known."""
+    """What a rank computes on. bus: the PCI address of its GPU, which slices of it (MIG) share; its UUID where torch
+    does not say; else empty. boot: tells machines of one name from each other."""
 
     host: str
     device: str  # "cpu" or "cuda"
     bus: str = ""
+    boot: str = ""
 
 
 def rank_device(device: torch.device) -> RankDevice:
@@ -127,7 +132,7 @@ def rank_device(device: torch.device) -> RankDevice:
         return RankDevice(socket.gethostname(), device.type)
     about = torch.cuda.get_device_properties(device)
     bus = ":".join(str(getattr(about, f"pci_{part}_id", "")) for part in ("domain", "bus", "device")).strip(":")
-    return RankDevice(socket.gethostname(), device.type, bus)
+    return RankDevice(socket.gethostname(), device.type, bus or str(getattr(about, "uuid", "")), processes.boot_id())
 
 
 def pci_address(device: torch.device) -> str:

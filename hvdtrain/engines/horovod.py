@@ -92,7 +92,7 @@ class HorovodEngine(Engine):
             remedy = "run `make setup SETUP=--gpu`, or train on the CPU with --device cpu"
             raise UserError(f"{gpu.gpus(gpus)} would be left idle: this Horovod was built without NCCL: {remedy}")
         self.description = "horovod over NCCL"
-        return gpu.of_local_rank(self.local_rank, self.local_size, gpus)
+        return gpu.of_local_rank(self.local_rank, gpus)
 
     def distribute_optimizer(
         self, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], reduction: Reduction

@@ -4,10 +4,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
-from hvdtrain.checkpoint.checksums import checksum
+from hvdtrain.checkpoint.checksums import checksums
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.modules import named_parameters
@@ -36,7 +35,7 @@ def compare(
     if not named:
         return
     names = [name for name, _ in named]
-    sums = torch.stack([checksum(parameter) for _, parameter in named]).cpu()
+    sums = checksums([parameter for _, parameter in named]).cpu()
     rows = engine.all_gather(sums, "guard.replicas")
     kinds = Counter(tuple(row.tolist()) for row in rows)
     if len(kinds) == 1:

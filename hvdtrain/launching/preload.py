@@ -8,6 +8,7 @@ import ast
 import contextlib
 import gc
 import importlib
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ def preload(source: str, asked: Sequence[str]) -> None:
 
     Raises UserError if a module in `asked` cannot be imported, or an import is not safe before a fork.
     """
+    # torch.cuda.is_available() then asks NVML, as device_count() does. CUDA's own answer would keep CUDA from the ranks.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with contextlib.suppress(ImportError):
         import numpy  # noqa: F401 - its OpenBLAS starts threads, and handles forks itself
     allowed = len(processes.threads())
@@ -49,7 +52,7 @@ def preload(source: str, asked: Sequence[str]) -> None:
         wanted += OF_HVDTRAIN
     for name in wanted:
         _load(name)  # ignore errors: each rank will report them itself
-    _check(allowed, "torch or Horovod")
+    _check(allowed, "what the program imports")
     for name in asked:
         if error := _load(name):
             raise UserError(f"--import {name} cannot be imported: {type(error).__name__}: {error}", everywhere=True)
@@ -73,13 +76,26 @@ def _check(allowed: int, what: str) -> None:
     if len(processes.threads()) > allowed:
         done.append("starts threads")
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch is not None and (torch.cuda.is_initialized() or _keeps_cuda_from_ranks()):
         done.append("starts CUDA")
     if "mpi4py.MPI" in sys.modules:
         done.append("starts MPI")
     if done:
         remedy = "leave it out" if what.startswith("--") else "leave --local-ranks out"
         raise UserError(f"{what} {' and '.join(done)}, which does not survive a fork: {remedy}", everywhere=True)
+
+
+def _keeps_cuda_from_ranks() -> bool:
+    """Return whether a rank that is forked now could not use this host's GPUs. Only a forked process is told."""
+    import torch
+
+    from hvdtrain.engines import gpu
+
+    if not gpu.gpus_here(os.environ):
+        return False
+    if (pid := os.fork()) == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(pid, 0)[1] != 0
 
 
 def keep_finalizers_to_this_process() -> None:

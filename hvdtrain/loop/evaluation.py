@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hvdtrain.checkpoint.checksums import checksum
+from hvdtrain.checkpoint.checksums import checksums
 from hvdtrain.engines.accelerators import read, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -314,7 +314,7 @@ class SharedBuffers:
         if self._engine.size == 1:
             return {}, []
         named = self._named(registered)
-        sums = torch.stack([checksum(buffer.tensor) for buffer in named.values()]).tolist() if named else []
+        sums = checksums([buffer.tensor for buffer in named.values()]).tolist() if named else []
         mine = {
             name: [kind_of(buffer.tensor), each, buffer.saved]
             for (name, buffer), each in zip(named.items(), sums, strict=True)

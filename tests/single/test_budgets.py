@@ -30,14 +30,14 @@ BUDGETS = {
     "hvdtrain/*": 2550,
     "hvdtrain/analysis": 540,
     "hvdtrain/audit": 1590,
-    "hvdtrain/checkpoint": 2870,
+    "hvdtrain/checkpoint": 2880,  # with checksums by few kernels
     "hvdtrain/checks": 520,
     "hvdtrain/datasets": 1910,
     "hvdtrain/engines": 4000,
     "hvdtrain/features": 1050,
     "hvdtrain/guards": 1760,
     "hvdtrain/inputs": 2720,
-    "hvdtrain/launching": 2310,
+    "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
     "hvdtrain/loop": 2850,
     "hvdtrain/models": 620,
     "hvdtrain/output": 1670,
@@ -54,7 +54,7 @@ BUDGETS = {
     "tests/gpu": 700,
     "tests/horovod_calls": 550,
     "tests/parallel": 3200,
-    "tests/single": 22300,  # with the digests of the audit, and what a provider of a checkpoint may rely on
+    "tests/single": 22350,  # with digests of the audit, CUDA in forked ranks, what a provider of a checkpoint relies on
     "tests/twins": 2030,
 }
 

@@ -59,6 +59,8 @@ def test_gradients_are_reduced_in_the_same_buckets_from_the_first_step_on(monkey
                 replica(torch.ones(1, 400)).sum().backward()
         del replica
     assert len(seen[1]) > 1
+    # Each gradient is a part of its bucket, to which it is not copied back.
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}) == len(seen[1])
     # Each bucket is reduced once it is full, so only their own order may differ.
     assert sorted(seen[1]) == sorted(seen[2]) == sorted(seen[3])
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ class Machine(SimpleNamespace):
     devices = 0  # device files that this process may open
     busy: str | None = None  # what `torch.cuda.set_device` raises
     lacks: str | None = None  # what the first kernel raises
+    forked = False  # by a process that had used CUDA
 
 
 @contextlib.contextmanager
@@ -64,6 +66,7 @@ def on(machine: Machine) -> Iterator[list[torch.device]]:
         patch.setattr(torch.cuda, "is_available", lambda: machine.gpus > 0 and machine.refuses is None)
         patch.setattr(torch.cuda, "device_count", lambda: machine.gpus)
         patch.setattr(torch.cuda, "init", initialize)
+        patch.setattr(torch.cuda, "_is_in_bad_fork", lambda: machine.forked)
         patch.setattr(torch.cuda, "set_device", set_device)
         patch.setattr(torch, "ones", compute)
         patch.setattr(torch.version, "cuda", machine.cuda)
@@ -106,6 +109,8 @@ CHOICES = [
     *[(kind, wanted, Machine(gpus=8, refuses=OLD_DRIVER), TOO_OLD) for kind in (H, D, S, P) for wanted in ("auto", "cuda")],
     (S, "auto", Machine(gpus=0, devices=8, refuses=NO_DRIVER), "8 GPUs here, but .*Found no NVIDIA driver on your system"),
     (S, "auto", Machine(gpus=2, refuses="CUDA error: out of memory\nx"), r"not start \(CUDA error: out of memory\)"),
+    (D, "auto", Machine(forked=True, refuses="Cannot re-initialize CUDA in forked subprocess. To use CUDA with x"),
+     r"CUDA does not start \(Cannot re-initialize CUDA in forked subprocess\) .*: what started this process had used CUDA"),
     # a torch for CPUs on a node with GPUs
     *[(kind, "auto", Machine(gpus=0, devices=8, cuda=None), "8 GPUs here, but torch .* was built without CUDA: install")
       for kind in (H, D, S)],
@@ -150,7 +155,8 @@ def test_a_rocm_gpu_is_said_to_be_untried():
         (8, 3, 8, "", 3),
         (8, 1, 2, "", 1),
         (1, 3, 8, "", 0),  # the scheduler shows each rank its own
-        (2, 3, 8, "", "8 ranks on this host but 2 GPUs: start at most one rank per GPU"),
+        (2, 3, 4, "", 1),  # the scheduler shows each rank two of its own
+        (4, 6, 8, "", 2),  # two agents of torchrun, with four GPUs each
         (2, 3, 8, "1", 1),
         (1, 3, 8, "1", 0),
     ],
@@ -159,13 +165,8 @@ def test_each_local_rank_has_its_gpu(gpus, local_rank, local_size, shared, expec
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
     machine = Machine(gpus=gpus)
     with on(machine) as taken:
-        engine = engine_of(H, machine, local_rank, local_size)
-        if isinstance(expected, str):
-            with pytest.raises(UserError, match=expected):
-                engine.choose_device("auto")
-        else:
-            assert engine.choose_device("auto") == torch.device("cuda", expected)
-            assert taken == [torch.device("cuda", expected)]
+        assert engine_of(H, machine, local_rank, local_size).choose_device("auto") == torch.device("cuda", expected)
+        assert taken == [torch.device("cuda", expected)]
 
 
 def test_device_files_of_other_jobs_are_no_gpus(tmp_path):
@@ -192,6 +193,7 @@ SIDE_BY_SIDE = [
     ([("x", "cpu"), ("y", *GPU_A)], "rank 0 on x has no GPU, rank 1 on y has one: give every rank a GPU, or use --dev"),
     ([("y", *GPU_B), ("x", *GPU_A), ("x", *GPU_B), ("x", *GPU_A)], "ranks 1 and 3 on x have the same GPU"),
     ([("x", *UNKNOWN), ("x", *UNKNOWN)], None),
+    ([("x", *GPU_A, "one boot"), ("x", *GPU_A, "another")], None),  # machines of one name
 ]  # fmt: skip
 
 
@@ -226,12 +228,14 @@ def test_ranks_with_one_gpu_or_with_and_without_are_named(places, expected, shar
 
 
 def test_a_place_has_the_address_of_its_gpu(monkeypatch):
-    about = SimpleNamespace(pci_domain_id=0, pci_bus_id=65, pci_device_id=0)
+    about = SimpleNamespace(pci_domain_id=0, pci_bus_id=65, pci_device_id=0, uuid="1a-2b")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    host = socket.gethostname()
-    assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "0:65:0")
-    assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "")
+    host, boot = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "0:65:0", boot)
+    assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "", "")
     assert gpu.pci_address(torch.device("cuda", 0)) == "0000:41:00.0"
+    about = SimpleNamespace(uuid="1a-2b")  # as an older torch has it
+    assert gpu.rank_device(torch.device("cuda", 0)).bus == "1a-2b"
 
 
 def test_more_than_two_ranks_on_a_gpu_are_refused_where_two_are_accepted():

@@ -164,6 +164,18 @@ def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
     assert largest.bytes <= 2**22
 
 
+def test_replicas_are_compared_on_a_gpu_by_few_kernels():
+    """GPT-2's parameters, and ResNet's of many small ones. The device is `meta`, in place of a GPU."""
+    for shapes in ([(50304, 768), (1024, 768), *[(768,), (3072, 768), (768, 3072)] * 48], [(64,)] * 160):
+        parameters = [torch.empty(shape, device="meta") for shape in shapes]
+        with Counted() as counted, Largest() as largest:
+            checksums.checksums(parameters)
+        kernels = sum(counted.calls[name] for name in ("arange", "mul", "sum", "add", "add_", "zeros", "stack", "cat"))
+        chunks = sum(parameter.numel() for parameter in parameters) // 2**22
+        assert kernels <= 2 * len(parameters) + 3 * chunks + 5
+        assert largest.bytes <= 2**26
+
+
 # ---- the state of a resumed optimizer
 
 

@@ -71,6 +71,8 @@ def test_the_last_bucket_is_a_small_part_of_a_model():
     assert len(buckets(parameters[:1])) == 1
     assert bucket_bytes(116_136) == 2**20  # the ConvNet: one bucket
     assert bucket_bytes(2**34) == 25 * 2**20
+    on_a_gpu = [torch.nn.Parameter(torch.zeros(2**18, device="meta")) for _ in range(64)]  # over faster links
+    assert [len(group) for group in buckets(on_a_gpu)] == [25, 25, 14]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdtrain.engines import cores, gpu
 from hvdtrain.engines.cores import cpu_quota
@@ -126,6 +127,37 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
             preload.preload("", ["with_thread"])
     finally:
         sys.modules["with_thread"].over.set()
+
+
+ASKS_CUDA = """
+import os, sys, torch
+from hvdtrain.engines import gpu
+from hvdtrain.launching import preload
+torch.cuda._device_count_nvml = lambda: NVML
+gpu.gpus_here = lambda environment: GPUS
+preload.FIRST = ("torch",)
+preload.preload("", ["asks"])
+if (pid := os.fork()) == 0:
+    os._exit(torch.cuda._is_in_bad_fork())
+print("lost" if os.waitpid(pid, 0)[1] else "kept")
+"""
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="this torch is for CPUs")
+@pytest.mark.parametrize(
+    ("gpus", "nvml", "said"),
+    [
+        (1, 1, "kept"),
+        (1, -1, "--import asks starts CUDA, which does not survive a fork: leave it out"),  # where NVML does not answer
+        (0, -1, "lost"),  # and not needed
+    ],
+)
+def test_forked_ranks_have_cuda_whatever_was_asked_of_it(gpus, nvml, said, tmp_path):
+    """As torch.utils.cpp_extension and torch.utils.benchmark do when they are imported."""
+    (tmp_path / "asks.py").write_text("import torch\ntorch.cuda.is_available(), torch.cuda.device_count()\n")
+    program = ASKS_CUDA.replace("NVML", str(nvml)).replace("GPUS", str(gpus))
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert said in done.stdout + done.stderr, done
 
 
 # ---- how ranks begin and end
