@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint import loading, mirror, own, reading
+from hvdtrain.checkpoint import checkpoint, contents, mirror, own
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.cli import Parser, place
 from hvdtrain.engines.errors import UserError
@@ -83,15 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = exporting.require_kind(flags.to)
     with mirror.local(flags.run, "the run at", best=flags.best) as path:
         if flags.best and path == flags.run:
-            facts, tensors = reading.best(path, str(flags.run), warn)
+            facts, tensors = checkpoint.best(path, str(flags.run), warn)
         else:
-            facts, tensors = reading.find(path, str(flags.run), warn, keep_names=True)
+            facts, tensors = checkpoint.find(path, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
     if kind in exporting.WEIGHTS:
         exporting.write_weights(weights | extra_of(facts, tensors), flags.to)
     else:
         model, example = model_of(facts, weights)
-        loading.load_model(model, weights)
+        contents.load_model(model, weights)
         exporting.write_program(model, [example], flags.to)
     say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}{evaluated(facts)}")
     return 0

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvdtrain import training
-from hvdtrain.checkpoint import loading, mirror, reading
+from hvdtrain.checkpoint import checkpoint, contents, mirror
 from hvdtrain.datasets import text, vocabularies
 from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import UserError
@@ -140,7 +140,7 @@ def load(flags: Flags, run: training.Run) -> text.Text:
             raise UserError(f"{message}: use a longer text, or a smaller --context")
         content = run.checkpoints.resume.content()
         if content is not None and content[1]:  # on rank 0
-            there = loading.registered_state(content[1], "vocabulary")
+            there = contents.registered_state(content[1], "vocabulary")
             if there is not None:
                 data.vocabulary.load_state_dict(there)  # a clearer error than one about shapes
     run.describe_data(data.name, data.reason, sha256=data.sha256, train_tokens=len(data.train))
@@ -246,14 +246,14 @@ def sample(flags: Flags) -> int:
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
     with mirror.local(named, "--sample from") as path:
-        facts, tensors = reading.find(path, f"--sample from {named}", warn, keep_names=True)
+        facts, tensors = checkpoint.find(path, f"--sample from {named}", warn, keep_names=True)
     try:
-        vocabulary = vocabularies.restore(**loading.registered_state(tensors, "vocabulary"))
+        vocabulary = vocabularies.restore(**contents.registered_state(tensors, "vocabulary"))
         rows = tensors["model.tokens.weight"].shape[0]
         net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size, rows=rows)
     except (KeyError, TypeError) as error:
         raise UserError(f"--sample from {named}: not a checkpoint of hvdtrain.lm: name one that is") from error
-    loading.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+    contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
     asked = flags.sample.encode(errors="surrogateescape").decode(errors="replace")  # argv may hold any bytes
     prompt = vocabulary.encode(asked).tolist() or [0]
     result(printable(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 # What is raised with a message for users, and what says one without raising.
 KINDS = {"UserError", "Failure", "ArgumentTypeError", "Refusal", "BuildFailure", "BadFile", "DownloadFailed", "Damaged"}
+TABLE = "REFUSALS"  # messages by name
 KINDS |= {"NotThere", "error", "_warn", "warn", "_end", "Diagnosis"}
 SECTIONS = {
     "Commands and flags": ["hvdtrain/*.py", "hvdtrain/checks", "hvdtrain/analysis"],
@@ -56,6 +57,8 @@ class Source:
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                     names.setdefault(node.targets[0].id, []).append(node.value)
             for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == TABLE:
+                    yield from ast.literal_eval(node.value).values()
                 if not isinstance(node, ast.Call) or not node.args:
                     continue
                 if getattr(node.func, "id", getattr(node.func, "attr", "")) in KINDS:

@@ -1,4 +1,4 @@
-"""Checkpoint files. They are written atomically (writer.py says when), verified when read (reading.py), and contain no code.
+"""Checkpoint files. They are written atomically (writer.py says when), verified when read, and contain no code.
 
 Each checkpoint is one file in the safetensors format:
 
@@ -9,12 +9,13 @@ Each checkpoint is one file in the safetensors format:
 Learning rates that a program derives from the position need no state, and neither do the seeds of each step and sample.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines import atomic, files
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models.weight_files import MOST_HEADER_BYTES, MOST_TENSORS, refuse_large_header
+from hvdtrain.output.metric_names import best_of
 
 if TYPE_CHECKING:
     from hvdtrain.engines.lock import Lock
@@ -119,3 +121,162 @@ def listed(directory: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return [path for _, path in sorted(numbered, reverse=True)]
+
+
+# ---- reading, and finding the newest and the best one that is valid
+
+
+# Of these, starting again may help. Others, such as ENOENT, say that the user has named a wrong file.
+OF_THE_FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+class Damaged(Exception):
+    """The file is not a complete, unmodified checkpoint. The message is one clause without the name of the file."""
+
+
+def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
+    """Return the facts and the tensors (on the CPU). Raises Damaged, OSError if the file cannot be read, Failure if there is
+    not enough memory to, and UserError if another version has written it.
+
+    Memory use is about the size of the file, even for malicious files: safetensors rejects tensors that do not match the
+    size of the file, and this function rejects files with too many tensors.
+    """
+    import safetensors
+
+    try:
+        refuse_large_header(path)
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        text = metadata["facts"]
+        if digest(text, tensors) != metadata["sha256"]:
+            raise Damaged("its checksum does not match its content")
+    except (Damaged, OSError):
+        raise
+    except KeyError as error:
+        raise Damaged(f"it has no {error} in its header") from error
+    except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
+        if lacks_memory(error):
+            remedy = "free some, or use a host with more; nothing was changed"
+            raise Failure(f"checkpoint {path} cannot be read: not enough memory: {remedy}") from error
+        raise Damaged(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    # Its bytes are those that were written: what follows is no damage, and an older one would not do instead.
+    with understood(f"{path}: "):
+        facts = json.loads(text)
+        if facts["format"] != FORMAT:
+            raise ValueError(facts["format"])
+    return facts, tensors
+
+
+@contextlib.contextmanager
+def understood(label: str = "") -> Iterator[None]:
+    """Turn what is raised by a checkpoint that has not what this version writes into a UserError. label: before its text."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{label}{OTHER_VERSION}", everywhere=not label) from error
+
+
+def newest(
+    directory: Path, warn: Callable[[str], None], *, keep_names: bool = False
+) -> tuple[Facts, dict[str, Tensor]] | None:
+    """Return facts and tensors of the newest valid checkpoint; None if there is no checkpoint.
+
+    Damaged files that are newer are renamed, unless `keep_names`, and reported to `warn`. Raises UserError if all are
+    damaged, and Failure if some cannot be read for now: nothing is changed, and training does not begin anew.
+    """
+    unread: list[OSError] = []
+    damaged: dict[Path, Damaged] = {}
+    content = None
+    try:
+        paths = listed(directory)
+    except OSError as error:
+        paths, unread = [], [error]
+    for path in paths:
+        try:
+            content = read(path)
+            own = path.with_name(own_name(content[0], path.name))
+            if own == path or (keep_names and not own.exists()):
+                break
+            if own.exists():
+                raise Damaged(f"it is a copy of {own.name}")
+            path.rename(own)
+            warn(f"checkpoint {path} is of another step: renamed to {own.name}")
+            return newest(directory, warn)
+        except OSError as error:  # may be temporary: do not rename the file
+            unread.append(error)
+            warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
+        except Damaged as error:
+            damaged[path] = error
+        content = None
+    if content is None and unread:
+        remedy = "nothing was changed; start again once it can be read, or use another --output-dir"
+        reason = unread[0].strerror or unread[0]
+        raise Failure(f"no checkpoint in {directory} can be read ({reason}): {remedy}") from unread[0]
+    if content is None and damaged:
+        path, why = next(iter(damaged.items()))
+        remedy = "put one back from a copy, or begin anew with --resume never"
+        raise UserError(f"all checkpoints in {directory} are damaged ({path.name}: {why}): {remedy}") from why
+    for path, why in damaged.items():
+        where = "" if keep_names else f": {put_aside(path)}"
+        warn(f"checkpoint {path} is damaged ({why}){where}; trying the previous one")
+    return content
+
+
+def own_name(facts: Facts, name: str) -> str:
+    """Return the name of the checkpoint with these facts. name: that of its file, if they have no step.
+
+    One that was copied under the name of a later step would be the newest for ever.
+    """
+    try:
+        return name_of(facts["state"]["step"])
+    except (KeyError, TypeError, ValueError):
+        return name
+
+
+def put_aside(path: Path) -> str:
+    """Rename a damaged checkpoint. Return what has become of it."""
+    aside = path.with_name(path.name + ".damaged")
+    try:
+        path.rename(aside)
+    except OSError:
+        return "left where it is"
+    return f"kept as {aside.name}"
+
+
+def find(
+    path: Path, label: str, warn: Callable[[str], None], *, keep_names: bool = False
+) -> tuple[Facts, dict[str, Tensor]]:
+    """Return facts and tensors of the checkpoint `path`, or of the newest valid one if `path` is a directory or a run.
+
+    label: the user's input, for messages. keep_names: see `newest`. Raises UserError if there is no valid checkpoint.
+    """
+    if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
+        inner = path / "checkpoints"
+        content = newest(inner if os.path.isdir(inner) else path, warn, keep_names=keep_names)  # noqa: PTH112
+        if content is None:
+            raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors, auto or never")
+        return content
+    try:
+        return read(path)
+    except (Damaged, OSError) as error:
+        if isinstance(error, OSError) and error.errno in OF_THE_FILE_SYSTEM:
+            raise Failure(f"{label} cannot be read ({error.strerror}): start again once it can") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UserError(f"{label}: {reason}: name a valid checkpoint, auto or never") from error
+
+
+def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]]:
+    """Return facts and tensors of the best checkpoint of a run that can be read. label: the user's input.
+
+    directory: that of the run, or of its checkpoints. Raises UserError if there is none.
+    """
+    inner = directory / "checkpoints"
+    paths = listed(inner if inner.is_dir() else directory)
+    for path in best_of({path: read_facts(path) for path in paths}):
+        try:
+            return read(path)
+        except (Damaged, OSError) as error:
+            warn(f"checkpoint {path} cannot be read ({error}); trying the next best")
+    remedy = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"
+    raise UserError(f"{label}: no checkpoint of an epoch that was evaluated: {remedy}")

@@ -15,7 +15,6 @@ from torch import nn
 
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
 from hvdtrain.checkpoint.checksums import require_same_on_all
 from hvdtrain.checkpoint.objects import Objects
 from hvdtrain.checkpoint.own import (
@@ -32,19 +31,27 @@ from hvdtrain.checkpoint.own import (
 )
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.checkpoint.resume import Resume
-from hvdtrain.checkpoint.writer import Writer
+from hvdtrain.checkpoint.writer import CheckpointInterval, Writer
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.inputs import Input
-from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.mirror import Mirror
+
+REMEDIES = {  # by the error with which a checkpoint could not be written
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there",
+    errno.EBUSY: "give each run an --output-dir of its own",
+    errno.ESTALE: "start again with --output-dir where it is now, and do not move it while a run writes there",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+}
 
 
 class StreamPosition(Provider):
@@ -237,17 +244,15 @@ class Checkpoints:
 
     def load_best(self, models: Sequence[nn.Module], step: int, heartbeat: Callable[[], None]) -> None:
         """Give the models what they had after `step` steps, in the checkpoint that is kept as the best. A collective."""
-        from hvdtrain.checkpoint import loading, reading
-
         with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.best"):
             if self._writer is not None and self.resume.directory is not None:
                 self._writer.flush(heartbeat)
                 path = self.resume.directory / checkpoint.name_of(step)
                 try:
-                    _, tensors = reading.read(path)
-                except (reading.Damaged, OSError) as error:
+                    _, tensors = checkpoint.read(path)
+                except (checkpoint.Damaged, OSError) as error:
                     raise Failure(f"the best checkpoint, {path}, cannot be read ({error})") from error
-                loading.load_models(tensors, models)
+                contents.load_models(tensors, models)
         for model in models:
             self.engine.broadcast_model(model)
 
@@ -289,18 +294,8 @@ class Checkpoints:
         return everywhere
 
     def _unsaved(self, error: OSError) -> str:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free some space there"
-        elif error.errno == errno.EBUSY:
-            remedy = "give each run an --output-dir of its own"
-        elif error.errno == errno.ESTALE:
-            remedy = "start again with --output-dir where it is now, and do not move it while a run writes there"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            remedy = "make it writable"
-        else:
-            remedy = "examine its file system"
+        remedy = REMEDIES.get(error.errno or 0, "examine its file system")
         if self._last_good:
             remedy += f"; --resume auto then continues from {self._last_good}"
-        return (
-            f"the last checkpoint could not be written to {self.resume.directory} ({error.strerror or error}): {remedy}"
-        )
+        why = error.strerror or error
+        return f"the last checkpoint could not be written to {self.resume.directory} ({why}): {remedy}"

@@ -13,16 +13,15 @@ from torch.optim import lr_scheduler
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.checksums import checksum
-from hvdtrain.checkpoint.comparison import chosen_for
 from hvdtrain.checkpoint.own import persistent_buffers
-from hvdtrain.checkpoint.resume import Resume
+from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.engines.modules import own_name
 from hvdtrain.engines.portable import difference, to_json
-from hvdtrain.loop.prepared import Prepared
-from hvdtrain.loop.schedules import redone
+from hvdtrain.loop.optim import redone
+from hvdtrain.loop.prepare import Prepared
 
 Settings = list[list[dict[str, Any]]]  # of the parameter groups of each optimizer
 
@@ -183,19 +182,15 @@ class Objects:
 
     def require_as_saved(self, states: contents.States, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
-        from hvdtrain.checkpoint import loading
-
-        loading.require_as_saved(states, facts, tensors, self._prepared.models, self._prepared.optimizers)
+        contents.require_as_saved(states, facts, tensors, self._prepared.models, self._prepared.optimizers)
 
     def restore(self, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Restore models, optimizers and loss scaler. A collective. tensors: on rank 0."""
-        from hvdtrain.checkpoint import loading
-
         prepared, optimizers = self._prepared, self._prepared.optimizers
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
             if tensors:
-                loading.load((facts, tensors), prepared.models, optimizers, prepared.scaler)
+                contents.load((facts, tensors), prepared.models, optimizers, prepared.scaler)
                 self._resume.require_choices(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)
@@ -220,7 +215,7 @@ class Objects:
             for group, theirs in zip(optimizer.param_groups, saved, strict=True):
                 if "initial_lr" in theirs and "lr" in group:  # a new scheduler with last_epoch=N asks for it
                     group.setdefault("initial_lr", copy.deepcopy(group["lr"]))
-        if self._resume.lengthened:  # a new scheduler, as `schedules.redone` makes one, takes this as its initial rate
+        if self._resume.lengthened:  # a new scheduler, as `optim.redone` makes one, takes this as its initial rate
             for optimizer, saved in zip(optimizers, self._saved, strict=True):
                 for group, theirs in zip(optimizer.param_groups, saved, strict=True):
                     if "initial_lr" in theirs:
@@ -247,8 +242,6 @@ class Objects:
         self._chosen |= (chosen := chosen_for([], objects))
         if self._resume.facts is None:
             return
-        from hvdtrain.checkpoint import loading
-
         for name, what in objects.items():
             self.require_registered(name, what)
         with self._engine.raising_together("checkpoint"):
@@ -259,11 +252,11 @@ class Objects:
             packed = packed_states[name]
             if packed is None:
                 raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
-            state = loading.unpack_everywhere(self._engine, packed, tensors, f"registered.{name}")
+            state = contents.unpack_everywhere(self._engine, packed, tensors, f"registered.{name}")
             if self._resume.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)
             else:
-                loading.load_registered(name, what, state)
+                contents.load_registered(name, what, state)
         self.restore_settings(
             [what.optimizer for what in objects.values() if isinstance(what, lr_scheduler.LRScheduler)]
         )

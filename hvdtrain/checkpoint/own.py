@@ -310,7 +310,6 @@ def unlike_integers(models: Sequence[nn.Module], say: Callable[[str], None]) -> 
 
 def unlike_object(name: str, what: Any, say: Callable[[str], None]) -> Unlike:
     """Return a registered object; of a module, without running statistics, of which each rank has its own anyway."""
-    from hvdtrain.checkpoint.loading import load_registered
 
     def take() -> Any:
         if not isinstance(what, nn.Module):
@@ -319,6 +318,8 @@ def unlike_object(name: str, what: Any, say: Callable[[str], None]) -> Unlike:
         return {key: held for key, held in contents.tensors_of(what).items() if held.data_ptr() not in statistics}
 
     def give(state: Any) -> None:
-        load_registered(name, what, contents.tensors_of(what) | state if isinstance(what, nn.Module) else state)
+        contents.load_registered(
+            name, what, contents.tensors_of(what) | state if isinstance(what, nn.Module) else state
+        )
 
     return Unlike(name, take, give, say)

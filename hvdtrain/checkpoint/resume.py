@@ -4,23 +4,26 @@ Only rank 0 reads files. It broadcasts what it has read to the other ranks.
 """
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.comparison import Difference, differences, in_words, other_choices, other_lengths
+from hvdtrain.checkpoint.contents import IMPLEMENTATION
 from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
-from hvdtrain.flags import Flags, plain
+from hvdtrain.flags import Flags, alike, plain
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sameness import SPLIT
-from hvdtrain.loop.schedules import LENGTH_NAMES
+from hvdtrain.loop.optim import LENGTH_NAMES
 from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.output.run_output import RunOutput
 
@@ -29,11 +32,136 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = "x" * 100  # longer than the names of temporary files
 LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
+MOST_NAMED = 3  # differences listed in one message
+# In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
+POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
+LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
+
+
+# ---- what differs between a run and the checkpoint that it continues from
+
+
+class Difference(NamedTuple):
+    """A value that differs. name: as the user knows it."""
+
+    name: str
+    there: object  # in the checkpoint
+    here: object
+
+
+def differences(
+    facts: Mapping[str, Any], flags: Flags, config: Mapping[str, object], data: Mapping[str, object], ranks: int
+) -> list[Difference]:
+    """Return what differs between the checkpoint's facts and this run, and would change the result.
+
+    config, data: of this run, as `flags.plain` gives them.
+    """
+    began = Initial(**facts["initial"])
+    unlike = other_flags(facts, flags, config, ranks)
+    unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences
+    unlike += [
+        Difference(name, there, data.get(name))
+        for name, there in facts["data"].items()
+        if not alike(there, data.get(name))
+    ]
+    if flags.reduction != "average" and began.ranks != ranks:
+        unlike.append(Difference("the number of ranks, on which this --reduction depends", began.ranks, ranks))
+    return unlike
+
+
+def other_flags(facts: Mapping[str, Any], flags: Flags, config: Mapping[str, object], ranks: int) -> list[Difference]:
+    """Return the flags that differ, and should not."""
+    theirs, began = facts["config"], Initial(**facts["initial"])
+    allowed = {*flags.may_change, *LENGTHS}
+    # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
+    if Initial(ranks, flags.batch_size, flags.accumulate).global_batch == began.global_batch:
+        allowed |= {"batch_size", "accumulate"}
+    if began.ranks != ranks:
+        allowed |= flags.derived
+    typed = facts.get("typed", {})
+    allowed |= {name for name, here in flags.typed.items() if typed.get(name) == plain(here)}
+    return [
+        Difference(f"--{name.replace('_', '-')}", theirs[name], mine)
+        for name, mine in config.items()
+        if name not in allowed and not alike(theirs.get(name, mine), mine)
+    ]
+
+
+def other_lengths(facts: Mapping[str, Any], config: Mapping[str, object]) -> list[Difference]:
+    """Return the flags for the length of training that differ from the checkpoint's."""
+    theirs = facts["config"]
+    return [
+        Difference(f"--{name}", theirs[name], config[name])
+        for name in LENGTHS
+        if name in theirs and name in config and theirs[name] != config[name]
+    ]
+
+
+def chosen_for(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the program has chosen for optimizers and schedulers, such as rates, as JSON. Call it before a checkpoint
+    or a step changes them."""
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    chosen: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        name = kinds[number] if kinds.count(kinds[number]) == 1 else f"{kinds[number]} {number}"
+        left_out = {"params", "param_names", *IMPLEMENTATION}
+        groups = [
+            {key: setting_as_json(value) for key, value in group.items() if key not in left_out}
+            for group in optimizer.param_groups
+        ]
+        chosen[name] = groups[0] if len(groups) == 1 else groups
+    for name, what in registered.items():
+        if isinstance(what, lr_scheduler.LRScheduler):
+            chosen[name] = setting_as_json(what.state_dict())
+    return chosen
+
+
+def setting_as_json(value: Any) -> Any:
+    """Return a setting as JSON; of other objects, the name of the class. Without what depends on the position."""
+    if isinstance(value, dict):
+        return {
+            str(key): setting_as_json(item) for key, item in value.items() if key in CONSTANT or is_chosen(str(key))
+        }
+    if isinstance(value, (list, tuple)):
+        return [setting_as_json(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def is_chosen(key: str) -> bool:
+    """Return whether a value of a scheduler's state may be what the program has chosen."""
+    return key not in POSITION and not key.startswith("_")
+
+
+def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]:
+    """Yield where two values of `chosen_for` differ. Numbers are equal that float32 does not tell apart."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in (key for key in there if key in here):  # another version of torch may have more
+            yield from other_choices(there[key], here[key], f"{name} {key}".strip())
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for number, pair in enumerate(zip(there, here, strict=True)):
+            yield from other_choices(*pair, f"{name} {number}")
+    elif not (alike(there, here) or _nearly(there, here)):
+        yield Difference(name, there, here)
+
+
+def _nearly(one: object, other: object) -> bool:
+    return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other, rel_tol=1e-6)
+
+
+def in_words(unlike: list[Difference]) -> str:
+    """Return the first differences as a clause, and the number of the others: there may be a thousand shards."""
+    message = "; ".join(f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED])
+    return message + (f"; and {len(unlike) - MOST_NAMED:,} more" if len(unlike) > MOST_NAMED else "")
 
 
 def is_length(one: Difference) -> bool:
     """Return whether schedulers differ in their length."""
     return any(word in LENGTH_NAMES for word in one.name.split())
+
+
+# ---- which checkpoint
 
 
 class Resume:
@@ -70,25 +198,21 @@ class Resume:
             self._take(self.directory)
         resume = self._flags.resume
         if resume == "auto" and self.directory is not None:
-            from hvdtrain.checkpoint import reading
-
-            self._content = reading.newest(self.directory, self._warn)
+            self._content = checkpoint.newest(self.directory, self._warn)
             self.continues = self._content is not None
         elif isinstance(resume, Path):
-            from hvdtrain.checkpoint import reading
-
-            self._content = reading.find(resume, f"--resume {resume}", self._warn)
+            self._content = checkpoint.find(resume, f"--resume {resume}", self._warn)
 
     def _open_to_evaluate(self, evaluate: Path | str) -> None:
         """Read a checkpoint of a run that may still be training: nothing of it is changed."""
-        from hvdtrain.checkpoint import mirror, reading
+        from hvdtrain.checkpoint import mirror
 
         output_dir = self._flags.output_dir
         if output_dir is not None and (output_dir / "checkpoints").exists():
             remedy = "name another one for the record of the evaluation, or leave it out"
             raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {remedy}")
         with mirror.local(evaluate, "--evaluate") as path:
-            self._content = reading.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
+            self._content = checkpoint.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
 
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
@@ -202,7 +326,7 @@ class Resume:
             self.release()
             remedy = "give the same, or another --output-dir, or --resume never"
             raise UserError(f"{self.directory} holds a run with different settings ({in_words(unlike)}): {remedy}")
-        # A scheduler of another length begins again as it is now: `schedules.redone`. Another line tells its length.
+        # A scheduler of another length begins again as it is now: `optim.redone`. Another line tells its length.
         again = {one.name.split()[0] for one in unlike if self.lengthened and is_length(one)}
         new = [one for one in unlike if one.name.split()[0] in again and not is_length(one)]
         kept = [one for one in unlike if one.name.split()[0] not in again]

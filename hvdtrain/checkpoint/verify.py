@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.checkpoint.reading import Damaged, read
+from hvdtrain.checkpoint.checkpoint import Damaged, read
 from hvdtrain.cli import Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import result

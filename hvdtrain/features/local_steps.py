@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint import contents, loading
+from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.own import Moment, Saved
 from hvdtrain.engines.base import WIRE_DTYPES, Engine
 from hvdtrain.engines.errors import Failure, UserError
@@ -207,7 +207,7 @@ class LocalSteps(Feature):
         if of_all["leaders"] == self._leaders:
             own, prepared = saved.states[self._leaders[saved.rank]], self._prepared
             if "optimizers" in own:
-                loading.load_optimizers(prepared.optimizers, prepared.models, own["optimizers"], own["names"])
+                contents.load_optimizers(prepared.optimizers, prepared.models, own["optimizers"], own["names"])
             self._run.state.skipped = own["skipped"]
             if own["scaler"]:
                 prepared.scaler.load_state_dict(own["scaler"])

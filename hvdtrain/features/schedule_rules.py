@@ -8,8 +8,8 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.loop.feature import Feature
+from hvdtrain.loop.optim import is_scheduled, length_of
 from hvdtrain.loop.run import Run
-from hvdtrain.loop.schedules import is_scheduled, length_of
 from hvdtrain.loop.step import Step
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
-from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.prepare import Prepared
 
 
 class Counts:

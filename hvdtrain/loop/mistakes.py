@@ -1,4 +1,4 @@
-"""What an author may do wrong in a step, and what to do instead."""
+"""What an author may do wrong with a run and in a step, and what to do instead."""
 
 import traceback
 import weakref
@@ -7,6 +7,49 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
+
+# Of `Run`: when, and the line with its remedy. Capitals stand for values.
+REFUSALS = {
+    "ended": "WHAT after the end of its training: move it into `with training.start(flags) as run:`",
+    "not prepared": "WHAT before run.prepare(): write `model, optimizer = run.prepare(model, optimizer)` first",
+    "described twice": "run.describe_data() was already called (run.prepare calls it, too): "
+    "call it once, before run.prepare",
+    "prepared twice": "run.prepare() was called twice: "
+    "give it all models and optimizers at once; another training, such as the next fold, is another training.start()",
+    "registered late": "run.register() once training has begun, where a resumed run could not restore it: "
+    "call it before the loop over run.epochs",
+    "total of a stream": "run.total_steps(): the length of a stream is not known: "
+    "write run.epochs(steps=NUMBER), and give the scheduler this number",
+    "more done": "the checkpoint does not match the data: DONE samples of this epoch are done, and it has COUNT: "
+    "give the same data",
+    "steps outside of epochs": "run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it",
+    "steps twice": "run.steps() was called twice in one epoch: "
+    'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, run.steps(..., changes=True)',
+    "epoch ended outside of a step": "run.end_epoch() outside of a step: call it in the loop over run.steps",
+    "epoch of a stream ended": "run.end_epoch(): the length of a stream is not known: "
+    "let the stream end on every rank, or train by run.epochs(steps=N)",
+    "epoch left": "epoch NUMBER was left after PART samples: "
+    "let `for step in run.steps(...)` run to its end (run.epochs(steps=N) ends after N steps)",
+    "epoch without steps": "epoch NUMBER had no steps: write `for step in run.steps(...):` in it",
+    "evaluation in evaluation": "run.evaluating() inside of run.evaluating(): end the first block before the next",
+    "predicted outside": "run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it",
+    "recorded nothing": "run.record() got nothing: write run.record(loss=...)",
+    "recorded outside": "run.record() outside of run.evaluating(): "
+    "write `with run.evaluating(...):` around it (training metrics go to step.record())",
+    "best in the loop": "run.load_best() in the loop over run.epochs, which trains on: call it after the loop",
+    "best without checkpoints": "run.load_best() needs the checkpoints of the run: give it --output-dir",
+    "best of nothing": "run.load_best(): no epoch was evaluated: "
+    "write run.evaluating() and run.record() in the loop over run.epochs",
+    "program without example": "run.export(NAME): a program needs an example: run.export(FILE, model, example)",
+}
+
+
+def refusal(when: str, *, everywhere: bool = False, **values: object) -> UserError:
+    """Return the error for what REFUSALS has under `when`. values: by their names in capitals."""
+    text = REFUSALS[when]
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    return UserError(text, everywhere=everywhere)
 
 
 class Outputs:

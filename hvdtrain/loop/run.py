@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.own import HERE, IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES, Engine
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import Failure
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sharding import mixed_seed, passes_per_step, seed_generators
@@ -27,8 +27,8 @@ from hvdtrain.inputs.sources import Data, data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
 from hvdtrain.loop.feature import Feature, Features
-from hvdtrain.loop.prepare import prepare, sorted_objects
-from hvdtrain.loop.prepared import Prepared
+from hvdtrain.loop.mistakes import refusal
+from hvdtrain.loop.prepare import Prepared, prepare, sorted_objects
 from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
 from hvdtrain.loop.step import Shared, Step, keep_in_order
 from hvdtrain.loop.stopping import Decision, Stopped, Stopping
@@ -105,15 +105,13 @@ class Run:
     def _require_running(self, what: str) -> None:
         """Raise UserError after the end of the block of `training.start`. what: name of the caller."""
         if self.stage is Stage.ENDED:
-            raise UserError(f"{what} after the end of its training: move it into `with training.start(flags) as run:`")
+            raise refusal("ended", WHAT=what)
 
     def prepared(self, what: str = "training") -> Prepared:
         """Return the prepared models and optimizers. Raises UserError before `prepare`. what: name of the caller."""
         self._require_running(what)
         if self._shared is None:
-            raise UserError(
-                f"{what} before run.prepare(): write `model, optimizer = run.prepare(model, optimizer)` first"
-            )
+            raise refusal("not prepared", WHAT=what)
         return self._shared.prepared
 
     # ---- before training
@@ -152,9 +150,7 @@ class Run:
         self._require_running("run.describe_data()")
         require_default_device()
         if self.metrics_logger.dataset is not None:
-            raise UserError(
-                "run.describe_data() was already called (run.prepare calls it, too): call it once, before run.prepare"
-            )
+            raise refusal("described twice")
         data = data_described(name, reason, facts)
         self.metrics_logger.dataset = name
         self.engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
@@ -174,8 +170,7 @@ class Run:
         self._require_running("run.prepare()")
         require_default_device()
         if self._shared is not None:
-            remedy = "give it all models and optimizers at once; another training, such as the next fold, is another"
-            raise UserError(f"run.prepare() was called twice: {remedy} training.start()")
+            raise refusal("prepared twice")
         if self.metrics_logger.dataset is None:
             name = Path(self.flags.program).stem
             self.describe_data(name, f"{name}'s own")
@@ -208,10 +203,7 @@ class Run:
         """
         self.prepared("run.register()")
         if self.data.input is not None:
-            remedy = "call it before the loop over run.epochs"
-            raise UserError(
-                f"run.register() once training has begun, where a resumed run could not restore it: {remedy}"
-            )
+            raise refusal("registered late")
         objects, generators = sorted_objects(objects)
         self.checkpoints.register(objects, generators)
 
@@ -247,8 +239,7 @@ class Run:
         self._require_running("run.total_steps()")
         opened = self.data.open((data,))
         if not opened.per_epoch:
-            remedy = "write run.epochs(steps=NUMBER), and give the scheduler this number"
-            raise UserError(f"run.total_steps(): the length of a stream is not known: {remedy}", everywhere=True)
+            raise refusal("total of a stream", everywhere=True)
         return epochs * opened.plan(self.engine, self.flags, self.initial, self.state, epochs).steps_per_epoch()
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -333,8 +324,8 @@ class Run:
             if line := opened.restore(self.checkpoints.positions, state):
                 self.say(line)
         if state.samples_of_epoch > opened.per_epoch > 0:
-            done = f"{state.samples_of_epoch} samples of this epoch are done, and it has {opened.per_epoch}"
-            raise UserError(f"the checkpoint does not match the data: {done}: give the same data", everywhere=True)
+            done, count = state.samples_of_epoch, opened.per_epoch
+            raise refusal("more done", everywhere=True, DONE=done, COUNT=count)
         epochs = self.length.epochs
         if epochs is None:
             epochs = state.epoch + 1 + (self.length.steps or 0)  # at least a step in each
@@ -347,11 +338,9 @@ class Run:
         """Raise UserError if the script is not where its loop of steps may begin."""
         self.prepared("run.steps()")
         if self.stage is Stage.OUTSIDE:
-            raise UserError("run.steps() outside of run.epochs(): write `for epoch in run.epochs(N):` around it")
+            raise refusal("steps outside of epochs")
         if self.stage is not Stage.HEAD:
-            remedy = 'give it both data sets, run.steps({"a": ..., "b": ...}), or an epoch each, '
-            remedy += "run.steps(..., changes=True)"
-            raise UserError(f"run.steps() was called twice in one epoch: {remedy}")
+            raise refusal("steps twice")
 
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
@@ -385,10 +374,9 @@ class Run:
         """End this epoch after the current step, without the rest of its samples. Every rank calls it in the same step."""
         self.prepared("run.end_epoch()")
         if (step := self.shared().step) is None or self.data.input is None:
-            raise UserError("run.end_epoch() outside of a step: call it in the loop over run.steps")
+            raise refusal("epoch ended outside of a step")
         if not self.data.input.per_epoch:
-            remedy = "let the stream end on every rank, or train by run.epochs(steps=N)"
-            raise UserError(f"run.end_epoch(): the length of a stream is not known: {remedy}", everywhere=True)
+            raise refusal("epoch of a stream ended", everywhere=True)
         step.last = step.ends_epoch = True
 
     def stop(self) -> None:
@@ -458,12 +446,9 @@ class Run:
         if self.in_steps:
             taken, count = self.state.samples_of_epoch, self.data.input.per_epoch if self.data.input else 0
             part = f"{taken} of {count}" if count else f"{taken}"
-            raise UserError(
-                f"epoch {number} was left after {part} samples: let `for step in run.steps(...)` run to its end "
-                "(run.epochs(steps=N) ends after N steps)"
-            )
+            raise refusal("epoch left", NUMBER=number, PART=part)
         if self.stage is Stage.HEAD:
-            raise UserError(f"epoch {number} had no steps: write `for step in run.steps(...):` in it")
+            raise refusal("epoch without steps", NUMBER=number)
 
     def leave_loop(self) -> None:
         """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
@@ -499,7 +484,7 @@ class Run:
         """
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
-            raise UserError("run.evaluating() inside of run.evaluating(): end the first block before the next")
+            raise refusal("evaluation in evaluation")
         self.metrics_logger.evaluation(self.data.input)
         began = time.perf_counter()
         registered = self.checkpoints.registered.items()
@@ -544,7 +529,7 @@ class Run:
         of the data set.
         """
         if self._evaluation is None:
-            raise UserError("run.predict() outside of run.evaluating(): write `with run.evaluating(...):` around it")
+            raise refusal("predicted outside")
 
     def record(self, *, count: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record values of an evaluation.
@@ -555,16 +540,13 @@ class Run:
         """
         require_free(values)
         if not values:
-            raise UserError("run.record() got nothing: write run.record(loss=...)")
+            raise refusal("recorded nothing")
         if self._evaluation is not None:
             self._evaluation.add(values, count)
             return
         given = {name: recorded("run.record", name, value) for name, value in values.items()}
         if not self.metrics_logger.unwritten or any(value.numel() != 1 for value in given.values()):
-            raise UserError(
-                "run.record() outside of run.evaluating(): write `with run.evaluating(...):` around it "
-                "(training metrics go to step.record())"
-            )
+            raise refusal("recorded outside")
         self.metrics_logger.amend({name: float(value) for name, value in given.items()})
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -582,13 +564,12 @@ class Run:
         `run.epochs`, for a last evaluation or an export. A collective; needs --output-dir, which has that checkpoint."""
         prepared = self.prepared("run.load_best()")
         if self._in_loop:
-            raise UserError("run.load_best() in the loop over run.epochs, which trains on: call it after the loop")
+            raise refusal("best in the loop")
         self.leave_loop()
         if not self.checkpoints.writes:
-            raise UserError("run.load_best() needs the checkpoints of the run: give it --output-dir", everywhere=True)
+            raise refusal("best without checkpoints", everywhere=True)
         if (best := self.best) is None:
-            remedy = "write run.evaluating() and run.record() in the loop over run.epochs"
-            raise UserError(f"run.load_best(): no epoch was evaluated: {remedy}", everywhere=True)
+            raise refusal("best of nothing", everywhere=True)
         self.checkpoints.load_best(prepared.models, best.step, self.heartbeat)
         return best
 
@@ -609,7 +590,7 @@ class Run:
         chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
         kind = exporting.require_kind(path := Path(path))
         if kind in exporting.PROGRAMS and not example:
-            raise UserError(f"run.export({path.name!r}): a program needs an example: run.export(FILE, model, example)")
+            raise refusal("program without example", NAME=repr(path.name))
         with self.raising_together("export"), self.alone(), self.shared_weights():
             if self.rank == 0:
                 exporting.write(kind, chosen, example, path)

@@ -14,7 +14,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Input
 from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
-from hvdtrain.loop.prepared import PARAMETER_ADDED, Prepared
+from hvdtrain.loop.prepare import PARAMETER_ADDED, Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import require_free
 

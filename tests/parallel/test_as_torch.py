@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler, TensorDataset
 
-from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.sharding import epoch_order
 from tests.facts import own_states, own_tensors
@@ -195,7 +195,7 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
             kept = engine.all_gather(net.first, "kept")[0]
         if epochs == 1 and engine.rank == 0:
             path = checkpoint.listed(Path(shared_directory) / "checkpoints")[0]
-            facts, tensors = reading.read(path)
+            facts, tensors = checkpoint.read(path)
             states = own_states(tensors) + own_states(tensors)
             for rank, of in enumerate(states):
                 of["buffers"]["norms.0.running_mean"].fill_(rank)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
+from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.errors import Failure
 from hvdtrain.features import non_finite
 from hvdtrain.features.non_finite import LateVerdict

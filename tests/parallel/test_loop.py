@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hvdtrain import training
-from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
 from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.compression import carries_bf16
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import flatten, floating_buffers

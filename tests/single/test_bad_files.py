@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import report as page
 from hvdtrain import training
-from hvdtrain.checkpoint import checkpoint, contents, reading
+from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.own import IN_STEPS
 from hvdtrain.checkpoint.randomness import Generators
@@ -264,8 +264,8 @@ def test_any_damage_to_the_newest_checkpoint_leaves_the_one_before(data, two_che
     assume(damaged != sound)
     newest.write_bytes(damaged)
     said: list[str] = []
-    facts, tensors = reading.newest(directory, said.append)[:2]
-    assert facts == reading.read(before)[0]
+    facts, tensors = checkpoint.newest(directory, said.append)[:2]
+    assert facts == checkpoint.read(before)[0]
     assert torch.equal(tensors["model.weight"], torch.full((8, 3), 4.0))
     assert tensors["model.bias"].tolist() == [0, 1, 2]
     assert len(said) == 1
@@ -326,8 +326,8 @@ def test_headers_that_lie_are_refused_without_taking_the_memory(tensors, metadat
     header = json.dumps(tensors | {"__metadata__": metadata}).encode()
     path = tmp_path / "lying"
     path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + body)
-    with little_memory(), pytest.raises(reading.Damaged) as caught:
-        reading.read(path)
+    with little_memory(), pytest.raises(checkpoint.Damaged) as caught:
+        checkpoint.read(path)
     assert len(str(caught.value).splitlines()) == 1
     assert checkpoint.read_facts(path) == {}
 
@@ -343,8 +343,8 @@ def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_pa
     path = tmp_path / "many.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     del tensors, header
-    with little_memory(), pytest.raises(reading.Damaged, match="it names more than 100,000 tensors"):
-        reading.read(path)
+    with little_memory(), pytest.raises(checkpoint.Damaged, match="it names more than 100,000 tensors"):
+        checkpoint.read(path)
     assert checkpoint.read_facts(path) == {}
     with pytest.raises(UserError, match=r"not a file of weights .it names more than 100,000 tensors"):
         load_weights(torch.nn.Linear(1, 1), path)
@@ -377,7 +377,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path):
     if path.suffix == ".safetensors":
         assert checkpoint.read_facts(path) == {}
         with pytest.raises(UserError, match="--resume X: it is not a regular file"):
-            reading.find(path, "--resume X", print)
+            checkpoint.find(path, "--resume X", print)
         with pytest.raises(UserError, match=r"damaged .step-00000001.safetensors: it is not a regular file"):
             go_on(tmp_path, engine)  # the one before would be taken, if there were one
 

@@ -13,15 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SLACK = 60  # lines that a folder may be under its budget: more has been saved, and the budget falls
 LONGEST, SHORTEST = 500, 60  # lines of a file: a longer one has two concerns, a shorter one is a part of another
 # To be split: may not grow, and are named nowhere else.
-LONGER = {"hvdtrain/loop/run.py": 651, "hvdtrain/audit/verdicts.py": 514}
+LONGER = {"hvdtrain/loop/run.py": 626, "hvdtrain/audit/verdicts.py": 514}
 # To become part of another, but for errors.py, which all import and which imports nothing.
 SHORTER = {
-    "checkpoint/checksums",
     "checkpoint/verify",
     "datasets/cache",
     "engines/errors",
     "loop/gather",
-    "loop/optim",
     "models/classifiers",
     "unpack",
 }
@@ -30,7 +28,7 @@ BUDGETS = {
     "hvdtrain/*": 2550,
     "hvdtrain/analysis": 540,
     "hvdtrain/audit": 1590,
-    "hvdtrain/checkpoint": 2880,  # with checksums by few kernels
+    "hvdtrain/checkpoint": 2810,
     "hvdtrain/checks": 520,
     "hvdtrain/datasets": 1910,
     "hvdtrain/engines": 4000,
@@ -38,7 +36,7 @@ BUDGETS = {
     "hvdtrain/guards": 1760,
     "hvdtrain/inputs": 2720,
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
-    "hvdtrain/loop": 2850,
+    "hvdtrain/loop": 2860,  # with the table of refusals
     "hvdtrain/models": 620,
     "hvdtrain/output": 1670,
     "hvdtrain/training": 20,

@@ -19,21 +19,21 @@ FOR_ANNOTATIONS = {
 # Names that still have several meanings. Only to become fewer: take out what you have renamed.
 SEVERAL_MEANINGS = """
     identity NAMES difference
-    ANSWER Block Bucket CHUNK COLUMNS DTYPES ENDING Event FIRST FORMAT Facts Gone HELLO_SECONDS HOW IMAGES Kind
+    Block CHUNK COLUMNS DTYPES ENDING Event FIRST FORMAT Facts Gone HELLO_SECONDS IMAGES Kind
     LARGEST LAUNCHERS LIMIT LOCK_SECONDS LONGEST_LINE LOOK_SECONDS MARKERS METRICS MOST_BYTES MOST_NAMED MOST_RANKS
-    MOST_STRANGERS MOST_VALUES NAME OPEN_MPI OTHERS PACKAGE PHASES Part RANK_ZERO_FIRST RECIPES REMEDY RETRY_SECONDS
+    MOST_STRANGERS NAME OPEN_MPI OTHERS PACKAGE PHASES Part RANK_ZERO_FIRST RECIPES REMEDY
     Row SAY_SECONDS SILENCE_SECONDS SIZES SPARE_FILES STYLE Settings States VARIABLE WRAPPERS add_flags attach blocks
-    checksum count decoded digest digest_of encoded evaluated find finite gather has_ended in_words judge listed
-    listen load make make_directory measure members number of opened own_name parsed parts_of place plain prefixes
-    prepare printable put read record request require_own require_storable restore run same say scaled serve settle
+    checksum count digest digest_of encoded evaluated find finite gather has_ended in_words judge listed
+    listen load make make_directory measure members number opened own_name parts_of place prefixes
+    prepare printable put read request restore run same say scaled serve settle
     shown slowest some_of start state_of summarize sweep synchronize table take text threads train unpack unpacked
-    unused whole write written
+    unused write written
 """
 EVERYWHERE = {"main", "parse"}  # of each command
-SAME_NAME = {"parts", "start", "images", "loading", "mnist"}  # files: only to become fewer
+SAME_NAME = {"parts", "start", "images", "mnist"}  # files: only to become fewer
 ALIKE = {  # files whose names differ in their endings: only to become fewer
     frozenset(pair.split("/"))
-    for pair in ("export/exporting", "tuned/tuning", "gpu/gpus", "sharding/shards", "prepare/prepared", "run/runs",
+    for pair in ("export/exporting", "tuned/tuning", "gpu/gpus", "sharding/shards", "run/runs",
                  "checkpoint/checkpoints")
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
-from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.features.evaluate_only import Predictions, write_predictions
 from tests import image_set
@@ -190,7 +190,7 @@ PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
 def test_a_checkpoint_whose_flags_are_a_list_is_refused_in_one_line(flag, name, tmp_path):
     own_program(tmp_path / "run")
     path = checkpoint.listed(tmp_path / "run" / "checkpoints")[0]
-    facts, tensors = reading.read(path)
+    facts, tensors = checkpoint.read(path)
     checkpoint.write(path, facts | {name: [1, 2]}, tensors)
     with pytest.raises(UserError, match="another version of hvdtrain wrote this checkpoint"):
         own_program(None, f"--{flag}", str(path))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hvdtrain import export, imagenet, lm, mnist, training
-from hvdtrain.checkpoint import loading, reading
+from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models import exporting
 from tests import image_set
@@ -88,10 +88,10 @@ def test_the_model_of_each_script_is_made_from_its_record(name, tmp_path, monkey
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 30)
     script, flags = SCRIPTS[name]
     seen = trained(script, flags.format(text=tmp_path / "text"), tmp_path / "run")
-    facts, tensors = reading.find(tmp_path / "run", "run", print)
+    facts, tensors = checkpoint.find(tmp_path / "run", "run", print)
     weights = export.weights_of(tensors)
     model, example = export.model_of(facts, weights)
-    loading.load_model(model, weights)
+    contents.load_model(model, weights)
     torch.testing.assert_close(model.eval()(example), seen.model.eval()(example))
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain import export, training
-from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
 from hvdtrain.engines.errors import UserError
 from tests.e2e.launchers import events, summary
@@ -97,7 +97,7 @@ def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
         said = capsys.readouterr().out
         assert said.endswith(f"as after step {15 if flags else 25}, score {0.9 if flags else 0.8:.4f}\n")
         exported[flags] = torch.load(tmp_path / "weights.pt", weights_only=True)
-    _, tensors = reading.read(tmp_path / "run" / "checkpoints" / best)
+    _, tensors = checkpoint.read(tmp_path / "run" / "checkpoints" / best)
     assert torch.equal(exported["--best"]["weight"], tensors["model.weight"])
     assert not torch.equal(exported["--best"]["weight"], exported[""]["weight"])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.checkpoint import checkpoint, reading, verify
+from hvdtrain.checkpoint import checkpoint, verify
 from hvdtrain.checkpoint import writer as writers
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import Failure, UserError
@@ -41,15 +41,15 @@ def sound(tmp_path_factory) -> bytes:
 
 def refused(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    with pytest.raises(reading.Damaged) as caught:
-        reading.read(path)
+    with pytest.raises(checkpoint.Damaged) as caught:
+        checkpoint.read(path)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_written_comes_back(tmp_path):
     path = tmp_path / "new" / checkpoint.name_of(12)
     checkpoint.write(path, FACTS, TENSORS)
-    facts, tensors = reading.read(path)
+    facts, tensors = checkpoint.read(path)
     assert facts == FACTS
     assert set(tensors) == set(TENSORS)
     for name, tensor in TENSORS.items():
@@ -92,8 +92,8 @@ def test_wrong_keys_are_refused(change, tmp_path):
     if change == "no checksum":
         del metadata["sha256"]
     save_file(tensors, tmp_path / "x", metadata)
-    with pytest.raises(reading.Damaged):
-        reading.read(tmp_path / "x")
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(tmp_path / "x")
 
 
 @pytest.mark.parametrize("facts", [FACTS | {"format": checkpoint.FORMAT + 1}, ["not an object"]], ids=["later", "list"])
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(facts,
     with pytest.raises(
         UserError, match=f"{path}: another version of hvdtrain wrote this checkpoint: use that one, or "
     ):
-        reading.newest(tmp_path, print)
+        checkpoint.newest(tmp_path, print)
     assert path.exists()
 
 
@@ -113,8 +113,8 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
             return Path.touch, (tmp_path / "ran",)
 
     torch.save({"model": Trap()}, tmp_path / "trap")
-    with pytest.raises(reading.Damaged):
-        reading.read(tmp_path / "trap")
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(tmp_path / "trap")
     assert not (tmp_path / "ran").exists()
 
 
@@ -130,13 +130,13 @@ def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
     for step, data in ((100_000_000, b""), (99_999_999, (tmp_path / checkpoint.name_of(100)).read_bytes()[:-1])):
         (tmp_path / checkpoint.name_of(step)).write_bytes(data)
     said: list[str] = []
-    found = reading.newest(tmp_path, said.append)
+    found = checkpoint.newest(tmp_path, said.append)
     assert found is not None
     assert found[0]["state"]["step"] == 100
     assert len(said) == 2
     assert f"{checkpoint.name_of(100_000_000)} is damaged" in said[0]
     assert (tmp_path / (checkpoint.name_of(100_000_000) + ".damaged")).exists()  # nothing is thrown away
-    assert reading.newest(tmp_path / "nowhere", said.append) is None
+    assert checkpoint.newest(tmp_path / "nowhere", said.append) is None
 
 
 def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest_for_ever(tmp_path):
@@ -144,7 +144,7 @@ def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest_for_ever(tmp_pa
     later = tmp_path / checkpoint.name_of(99)
     later.write_bytes((tmp_path / checkpoint.name_of(5)).read_bytes())
     said: list[str] = []
-    found = reading.newest(tmp_path, said.append)
+    found = checkpoint.newest(tmp_path, said.append)
     assert found is not None
     assert found[0]["state"]["step"] == 6
     assert said == [
@@ -158,7 +158,7 @@ def test_one_that_was_renamed_gets_its_name_back(keep_names, tmp_path):
     write_some(tmp_path, (6, 7))
     later = (tmp_path / checkpoint.name_of(6)).rename(tmp_path / checkpoint.name_of(99))
     said: list[str] = []
-    found = reading.newest(tmp_path, said.append, keep_names=keep_names)
+    found = checkpoint.newest(tmp_path, said.append, keep_names=keep_names)
     assert found is not None
     assert found[0]["state"]["step"] == (6 if keep_names else 7)
     assert later.exists() == keep_names
@@ -187,7 +187,7 @@ def test_a_lack_of_memory_is_not_a_damage(error, tmp_path, monkeypatch):
 
     monkeypatch.setattr("safetensors.safe_open", fail)
     with pytest.raises(Failure, match=r"step-00000006.safetensors cannot be read: not enough memory: free some, or"):
-        reading.newest(tmp_path, print)
+        checkpoint.newest(tmp_path, print)
     with pytest.raises(OSError, match="Cannot allocate memory"):  # the best one might be removed
         writers.prune(tmp_path, 1)
     assert sorted(tmp_path.iterdir()) == before
@@ -208,7 +208,7 @@ def test_where_none_can_be_read_for_now_nothing_is_changed(code, of, tmp_path, m
         with pytest.raises(
             Failure, match=rf"no checkpoint in {tmp_path} can be read \({os.strerror(code)}\): nothing was "
         ):
-            reading.newest(tmp_path, print)
+            checkpoint.newest(tmp_path, print)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -314,7 +314,7 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_pa
         checkpoint.write(path, {**FACTS, "at": 2}, TENSORS)
     monkeypatch.undo()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # no half a file left
-    reading.read(path)
+    checkpoint.read(path)
     assert call == "directory" or path.read_bytes() == before
 
 
@@ -375,4 +375,4 @@ def test_a_file_system_without_fsync_still_gets_checkpoints(code, tmp_path, monk
 
     monkeypatch.setattr(os, "fsync", refuse)
     checkpoint.write(tmp_path / checkpoint.name_of(12), FACTS, TENSORS)
-    assert reading.read(tmp_path / checkpoint.name_of(12))[0] == FACTS
+    assert checkpoint.read(tmp_path / checkpoint.name_of(12))[0] == FACTS

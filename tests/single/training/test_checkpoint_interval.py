@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.checkpoint.checkpoint_interval import LEAST_SECONDS, MOST_BACKOFF, CheckpointInterval
+from hvdtrain.checkpoint.writer import LEAST_SECONDS, MOST_BACKOFF, CheckpointInterval
 
 
 class Clock:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hvdtrain import training
-from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import UserError
 from tests.e2e.launchers import summary
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
@@ -105,7 +105,7 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
             run.register(averaged=averaged)
             train(run, model)
         newest = checkpoint.listed(tmp_path / name / "checkpoints")[0]
-        tensors = reading.read(newest)[1]
+        tensors = checkpoint.read(newest)[1]
         assert {key for key in tensors if key.startswith("model")} == {f"model.{n}" for n in network().state_dict()}
         assert "_orig_mod" not in bytes(tensors["objects"].tolist()).decode()
         sums.append(summary(tmp_path / name)["parameters_sha256"])
@@ -124,7 +124,7 @@ def test_a_run_may_be_continued_compiled_or_not_also_from_an_older_checkpoint(tm
 
     assert program(1, compiled=True) == 1
     newest = checkpoint.listed(tmp_path / "checkpoints")[0]
-    facts, tensors = reading.read(newest)
+    facts, tensors = checkpoint.read(newest)
     old = {name.replace("model.", "model._orig_mod."): tensor for name, tensor in tensors.items()}
     checkpoint.write(newest, facts, old)
     assert program(2, compiled=False) == 2

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hvdtrain import imagenet, mnist, training
-from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
-from hvdtrain.checkpoint.checkpoint_interval import CheckpointInterval
+from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.lock import Lock
@@ -76,7 +76,7 @@ def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monke
         directory = tmp_path / f"out{len(flags)}"
         assert alone(directory, f"--batch-size 16 {flags}") == 0
         saved[flags] = {line["step"] for line in events(directory, "checkpoint")}
-        facts = reading.read(checkpoint.listed(directory / "checkpoints")[0])[0]
+        facts = checkpoint.read(checkpoint.listed(directory / "checkpoints")[0])[0]
         assert not facts["automatic"]  # the last epoch's
     assert saved["--checkpoint-steps 0"] <= {8, 16}
     assert len(saved[""]) > 3
@@ -134,7 +134,7 @@ def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monke
 
     before = sorted(path.name for path in copy.rglob("*"))
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "read", fail)
+        patch.setattr(checkpoint, "read", fail)
         with pytest.raises(Failure, match=r"no checkpoint in \S+ can be read \(Input/output error\)"):
             alone(copy)
         with pytest.raises(
@@ -253,7 +253,7 @@ def test_a_path_without_room_for_the_names_of_checkpoints_is_said_at_the_start(t
 
 def test_more_samples_than_an_epoch_has_are_refused(copy):
     newest = checkpoint.listed(copy / "checkpoints")[0]
-    facts, tensors = reading.read(newest)
+    facts, tensors = checkpoint.read(newest)
     facts["state"] |= dict(epoch=1, samples=10**9, samples_of_epoch=10**6)
     checkpoint.write(newest, facts, tensors)
     with pytest.raises(
@@ -300,7 +300,7 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training.Run, "evaluating", remove)
     assert alone(tmp_path / "out") == 0
-    reading.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
+    checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
 
 
 @pytest.mark.parametrize(

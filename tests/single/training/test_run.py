@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.checkpoint import checkpoint, reading
+from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.sharding import epoch_order
@@ -304,7 +304,7 @@ def test_statistics_that_all_ranks_had_alike_are_evaluated_to_the_bit(tmp_path):
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         fit(run, [X], lambda step, x: model(x).square().mean())
     path = checkpoint.listed(tmp_path / "checkpoints")[0]
-    facts, tensors = reading.read(path)
+    facts, tensors = checkpoint.read(path)
     value = next(one for one in torch.rand(1000) if one.repeat(3).mean() != one)
     states = own_states(tensors)[0]
     states["buffers"] = {name: torch.full_like(one, float(value)) for name, one in states["buffers"].items()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvdtrain import training
-from hvdtrain.checkpoint import checkpoint, contents, reading
+from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.features import replicas
 from hvdtrain.guards.judge import HangTimeouts
 from tests.single.training.small import X, flags_for, network, train
@@ -71,5 +71,5 @@ def test_an_exception_waits_for_the_checkpoint_that_is_being_written(tmp_path, m
                 for (x,) in step.batches():
                     step.backward(model(x).mean())
                 step.update()
-    assert reading.read(tmp_path / "checkpoints" / checkpoint.name_of(5))[0]["state"]["epoch"] == 1
+    assert checkpoint.read(tmp_path / "checkpoints" / checkpoint.name_of(5))[0]["state"]["epoch"] == 1
     assert "not written" not in capfd.readouterr().err
