@@ -4,14 +4,14 @@ used."""
 import contextlib
 import pickle
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from multiprocessing import reduction
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler, Subset
 
 from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import Copies, to_device
@@ -21,11 +21,12 @@ from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sameness import OF_MAIN, SPLIT, Compared, difference, require_same, some_of, split_of
+from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN, SPLIT, Compared, difference, require_same, some_of, split_of
 from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, shard
 from hvdtrain.loop.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in
+PLAIN = (bool, int, float, str)
 DRAWN_SPLIT = "which samples the subset has"
 
 
@@ -44,6 +45,7 @@ class Loader(Input):
         self._epoch, self._compared = 0, engine.size == 1 and not given.num_workers
         self._jobs = Jobs()
         self._loader: DataLoader[Any] | None = None  # with persistent workers
+        self._sent: dict[str, Any] = {}  # what these have of the data set
         self._batches: Iterator[Any] | None = None
         self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self.split = self._first_split = self._split_now()
@@ -100,7 +102,9 @@ class Loader(Input):
             seed = mixed_seed(self._seed, "workers", self._engine.rank, self._epoch)
             samples, persistent = Samples(self._given, self._seed), self._given.persistent_workers
             loader = opened(self._engine, self._given, samples, self._jobs, seed=seed, persistent=persistent)
-            self._loader = loader if persistent else None
+            self._loader, self._sent = loader if persistent else None, plain_attributes(self._given.dataset)
+        elif self._engine.rank == 0:
+            warn_of_change(self._sent, self._given.dataset)
         self._batches = begun(loader)
         if numbers:  # by a worker: the data set may open files that must not be open in the rank
             # While the workers start, whose own samples are to be the same.
@@ -110,7 +114,7 @@ class Loader(Input):
             self._jobs.are_done()
             indices = [number % self.samples for number in numbers]
             require_same(self._engine, indices, compared)
-            warn_of_main(indices, in_rank, compared)
+            warn_of_main(indices, in_rank, compared, OF_INIT if self._given.worker_init_fn is not None else OF_MAIN)
             self._compared = True
 
     def load(self, planned: PlannedBatch) -> Batch:
@@ -285,11 +289,26 @@ def compared_in_rank(
         return []
 
 
-def warn_of_main(numbers: Sequence[int], in_rank: Compared, in_worker: Compared) -> None:
+def warn_of_main(numbers: Sequence[int], in_rank: Compared, in_worker: Compared, remedy: str) -> None:
     """Warn if a worker reads other samples than the rank, because the data set uses what main() has set in the rank."""
     for number, one, other in zip(numbers, in_worker, in_rank, strict=False):
         if other is not None and (line := difference(number, one, other)):
-            lines.warn_once(f"{line}: {OF_MAIN}")
+            lines.warn_once(f"{line}: {remedy}")
+            return
+
+
+def plain_attributes(dataset: object) -> dict[str, Any]:
+    """Return the numbers and texts among the attributes of a data set, also of one in a Subset."""
+    own = {name: value for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in PLAIN}
+    return own | (plain_attributes(dataset.dataset) if isinstance(dataset, Subset) else {})
+
+
+def warn_of_change(sent: Mapping[str, Any], dataset: object) -> None:
+    """Warn if a data set has changed since its persistent workers were started. A resumed run would have new ones."""
+    for name, now in plain_attributes(dataset).items():
+        if repr(sent.get(name)) != repr(now):
+            message = f"{name} of the data set is {now} now, and {sent.get(name)} in its workers"
+            lines.warn_once(f"{message}, until a resume: leave persistent_workers out")
             return
 
 

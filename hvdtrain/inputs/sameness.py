@@ -27,6 +27,9 @@ FEW, NEAR_FEW = 4, 1e-4  # of so few values, such as a target
 OF_MAIN = (
     "a worker imports the program, and does not see what main() has set: give it to the Dataset, or to worker_init_fn"
 )
+OF_INIT = (
+    "if worker_init_fn has not set that, a worker does not see what main() has set: give it to the Dataset, or to that"
+)
 ALIKE = "sort the names of files and classes, and seed what is drawn before training.start()"
 Leaf = list[Any]  # JSON: kind, and values of one part of a sample
 Compared = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read

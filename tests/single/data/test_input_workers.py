@@ -15,13 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.engines import lines
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
 from hvdtrain.inputs import fork_server, loaders, loading
+from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import parser as parser_of_training
 from tests.single.training.small import flags_for
@@ -313,21 +314,28 @@ class OfDtype(ByFactor):
         return torch.full((1,), float(index))
 
 
-OF_MAIN = (
-    "a worker imports the program, and does not see what main() has set: give it to the Dataset, or to worker_init_fn"
-)
+def sets_factor(worker):
+    globals()["FACTOR"] = 3.0
 
 
 @pytest.mark.parametrize(
-    ("data", "line"),
+    ("data", "line", "init", "remedy"),
     [
-        (ByFactor(), r"part 1 of sample \d+ is \d+ in a DataLoader worker, and \d+ in the rank"),
-        (ByFactor(fails=True), "the rank can read the samples that a DataLoader worker could not"),
-        (OfDtype(), r"part 1 of sample \d is \[1\] float32 in a DataLoader worker, and \[1\] float64 in the rank"),
-        (TensorDataset(torch.ones(8, 1)), None),
+        (ByFactor(), r"part 1 of sample \d+ is \d+ in a DataLoader worker, and \d+ in the rank", None, OF_MAIN),
+        (ByFactor(), r"part 1 of sample \d+ is \d+ in a DataLoader worker, and \d+ in the rank", sets_factor, OF_INIT),
+        (ByFactor(fails=True), "the rank can read the samples that a DataLoader worker could not", None, OF_MAIN),
+        (
+            OfDtype(),
+            r"part 1 of sample \d is \[1\] float32 in a DataLoader worker, and \[1\] float64 in the rank",
+            None,
+            OF_MAIN,
+        ),
+        (TensorDataset(torch.ones(8, 1)), None, None, None),
     ],
 )
-def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(data, line, worker_server, monkeypatch, capfd):
+def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(
+    data, line, init, remedy, worker_server, monkeypatch, capfd
+):
     lines.warn_once.cache_clear()
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     if isinstance(data, OfDtype):
@@ -337,7 +345,7 @@ def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(data, li
             net = torch.nn.Linear(1, 1, dtype=torch.float32)
             run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             for _ in run.epochs(1):
-                for step in run.steps(DataLoader(data, 4, num_workers=1)):
+                for step in run.steps(DataLoader(data, 4, num_workers=1, worker_init_fn=init)):
                     for batch in step.batches():
                         step.backward(net(batch[0].float()).mean())
                     step.update()
@@ -345,7 +353,34 @@ def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(data, li
         torch.set_default_dtype(torch.float32)
     warnings = [text for text in capfd.readouterr().err.splitlines() if text.startswith("warning: ")]
     assert len(warnings) == (line is not None), warnings
-    assert line is None or re.fullmatch(f"warning: {line}: {re.escape(OF_MAIN)}", warnings[0])
+    assert line is None or re.fullmatch(f"warning: {line}: {re.escape(remedy)}", warnings[0])
+
+
+class Curriculum(ByFactor):
+    level = 0
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index + self.level)])
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_persistent_workers_do_not_see_of_a_data_set_is_told_once(persistent, worker_server, capfd):
+    """After a resume, they did: other samples, exit code 0."""
+    lines.warn_once.cache_clear()
+    data = Curriculum()
+    with training.start(flags_for("--batch-size", "40", epochs=3)) as run:
+        net = torch.nn.Linear(1, 1)
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = DataLoader(Subset(data, range(80)), 40, num_workers=1, persistent_workers=persistent)
+        for epoch in run.epochs(3):
+            data.level = epoch // 2
+            for step in run.steps(loader):
+                for batch in step.batches():
+                    step.backward(net(batch).mean())
+                step.update()
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+    line = "warning: level of the data set is 1 now, and 0 in its workers, until a resume: leave persistent_workers out"
+    assert told == [line] * persistent
 
 
 class Ends(torch.utils.data.Dataset):
