@@ -31,11 +31,13 @@ from hvdtrain.checkpoint.own import (
 )
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.checkpoint.resume import Resume
+from hvdtrain.checkpoint.resumed_epoch import ResumedEpoch
 from hvdtrain.checkpoint.writer import CheckpointInterval, Writer
 from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
+from hvdtrain.guards.judge import HangTimeouts
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState
@@ -85,6 +87,7 @@ class Checkpoints:
     ):
         self.engine, self.output, self.mirror, self._keep = engine, output, mirror, flags.keep
         self._metrics = dict(metrics)
+        self._patience = HangTimeouts(flags.step_timeout).step(0.0)
         self.resume = Resume(engine, flags, output)  # the checkpoint to resume from
         self.writes = self.resume.writes
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
@@ -111,7 +114,7 @@ class Checkpoints:
         except OSError as error:
             message = f"{directory} cannot be moved aside ({error.strerror})"
             raise UserError(f"{message}: name another --output-dir") from error
-        self._writer = Writer(directory, self._keep, self._written, self.resume.lock)
+        self._writer = Writer(directory, self._keep, self._written, self.resume.lock, self._patience)
 
     # ---- what is saved, and restored if the run is resumed
 
@@ -120,6 +123,9 @@ class Checkpoints:
         trained = sum(p.numel() * p.element_size() for model in prepared.models for p in model.parameters())
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         self.objects = Objects(self.engine, self.resume, prepared, self.registered)
+        self.resumed_epoch = ResumedEpoch(
+            prepared, self.registered, self.resume.facts, lengthened=bool(self.resume.lengthened)
+        )
         modules = self.objects.modules()
         self._watch(modules)
         if (content := self.resume.content()) is not None:
@@ -169,6 +175,11 @@ class Checkpoints:
         """Return each rank's position in its stream; None if there is none."""
         return self._position.of_ranks
 
+    def begin_epoch(self) -> None:
+        """Note what an epoch begins with."""
+        self.generators.begin_epoch()
+        self.resumed_epoch.begin_head()
+
     def begin_training(self) -> None:
         """Free the loaded checkpoint, and schedule the first automatic one."""
         self.resume.forget()
@@ -213,6 +224,8 @@ class Checkpoints:
         facts |= about | {
             "format": checkpoint.FORMAT,
             "state": asdict(state),
+            "evaluation": moment.evaluation,
+            "head": self.resumed_epoch.changed_at_head(),
             "initial": self.resume.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
@@ -228,7 +241,7 @@ class Checkpoints:
             self._read_back = True
             checkpoint.require_readable(facts, tensors)
             self.objects.require_as_saved(states, facts, tensors)
-        self._writer.put(facts, tensors)
+        self._writer.put(facts, tensors, heartbeat)
 
     def _size_of(self, source: Input | None) -> Facts:
         if source is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -53,11 +54,14 @@ def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
 
 def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> None:
     """Raise UserError on every rank if a registered module has other values on another rank: of these, a checkpoint holds
-    those of rank 0. A collective."""
+    those of rank 0. Or if a scheduler has other rates there: the weights would differ after a step. A collective."""
     for name, what in registered.items():
-        if not isinstance(what, nn.Module) or engine.size == 1:
+        if not isinstance(what, (nn.Module, LRScheduler)) or engine.size == 1:
             continue
-        sums = [int(checksum(value)) for key, value in what.state_dict().items() if not is_extra(key, value)]
+        if isinstance(what, LRScheduler):
+            sums = [repr(getattr(what, key, None)) for key in ("last_epoch", "base_lrs", "_last_lr")]
+        else:
+            sums = [str(int(checksum(value))) for key, value in what.state_dict().items() if not is_extra(key, value)]
         rows = engine.all_gather_object(sums, f"register.{name}")
         for rank, row in enumerate(rows):
             if row != rows[0]:

@@ -230,7 +230,7 @@ def load(
     load_models(tensors, models)
     if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
         message = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
-        raise UserError(f"the checkpoint does not match the optimizer ({message}): check --optimizer")
+        raise UserError(f"the checkpoint does not match the optimizer ({message}): make the optimizer as the run did")
     states = [unpack(packed, tensors) for packed in decoded(tensors[OBJECTS])["optimizers"]]
     load_optimizers(optimizers, models, states, facts["parameters"])
     with explained():
@@ -289,7 +289,9 @@ def explained() -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"the checkpoint does not match the optimizer ({first}): check --optimizer") from error
+        raise UserError(
+            f"the checkpoint does not match the optimizer ({first}): make the optimizer as the run did"
+        ) from error
 
 
 def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> None:
@@ -307,7 +309,7 @@ def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     try:
         require_match(state, tensors_of(model), types=True)
     except ValueError as error:
-        raise UserError(f"the checkpoint does not match the model: {error}: check --model") from error
+        raise UserError(f"the checkpoint does not match the model: {error}: build the model as the run did") from error
     load_by_own_names(model, state)
 
 

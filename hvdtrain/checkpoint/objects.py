@@ -1,5 +1,6 @@
 """What a checkpoint has of models, optimizers, the loss scaler and registered objects: rank 0's."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
@@ -16,10 +18,9 @@ from hvdtrain.checkpoint.checksums import checksum
 from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.engines.modules import own_name
-from hvdtrain.engines.portable import difference, to_json
+from hvdtrain.engines.portable import to_json
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
 
@@ -78,6 +79,68 @@ def make_room(module: nn.Module, late: Sequence[Late], device: torch.device) -> 
         layer.register_buffer(name, torch.zeros(shape, dtype=getattr(torch, dtype), device=device))
 
 
+# ---- numbers that no checkpoint has
+
+
+def numbers_of(what: object) -> dict[str, Any]:
+    """Return the numbers among an object's attributes: the public ones, and others where the program itself has the class.
+
+    Others of a library's are often caches, such as those of torchmetrics. `training` is the mode of a module.
+    """
+    own = type(what).__module__ == "__main__"
+    return {
+        name: value
+        for name, value in getattr(what, "__dict__", {}).items()
+        if type(value) in (bool, int, float) and name != "training" and (own or not name.startswith("_"))
+    }
+
+
+def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what shows whether attributes of an optimizer change that torch's state_dict has not, such as the slow weights
+    of Lookahead: of numbers, these; of tensors, also in a list or a dictionary, where they are and how often they changed.
+    """
+    if any(
+        getattr(type(optimizer), one).__qualname__ != f"Optimizer.{one}" for one in ("state_dict", "load_state_dict")
+    ):
+        return {}
+    groups = optimizer.param_groups
+    parameters = {id(one) for group in groups for one in (*group["params"], *(p.grad for p in group["params"]))}
+    marks: dict[str, object] = dict(numbers_of(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "defaults") and isinstance(value, (Tensor, list, tuple, dict)):
+            tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor) and id(one) not in parameters]
+            marks |= {name: [(one.data_ptr(), one._version) for one in tensors]} if tensors else {}
+    return marks
+
+
+def forgotten(what: Any, began: Mapping[str, Any], shared: Mapping[int, object]) -> dict[str, Any]:
+    """Return the attributes that a resume would lose: by name, the number that each would have then.
+
+    began: `numbers_of` the object when it was registered. Those are lost that have changed since, are not in its state, and
+    are not computed from it by its `load_state_dict`. For this, a copy is tried. It has its tensors and `shared` in common
+    with the object, by identity: the same values are written into them.
+    """
+    changed = {name: value for name, value in numbers_of(what).items() if repr(began.get(name, value)) != repr(value)}
+    if not changed:
+        return {}
+    leaves = tree_leaves(state := what.state_dict())
+    # Of a module, load_state_dict sets no numbers, and a count in its state, such as that of batch norm, may be the same.
+    numbers = [] if isinstance(what, nn.Module) else leaves
+    kept = {repr(one.item() if getattr(one, "shape", None) == () else one) for one in numbers}
+    changed = {name: value for name, value in changed.items() if repr(value) not in kept}
+    resumed = dict(began)
+    if changed:
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        if isinstance(what, nn.Module):
+            tensors += [*what.parameters(), *what.buffers()]
+        with contextlib.suppress(Exception):  # any: of the author's own
+            twin = copy.deepcopy(what, {**shared, **{id(one): one for one in tensors}})
+            vars(twin).update({name: began[name] for name in changed})
+            twin.load_state_dict(copy.deepcopy(state))
+            resumed = vars(twin)
+    return {name: resumed.get(name) for name, value in changed.items() if repr(resumed.get(name)) != repr(value)}
+
+
 class Objects:
     """Models, optimizers, loss scaler and registered objects, at first none. resume: the checkpoint to resume from."""
 
@@ -86,8 +149,9 @@ class Objects:
         self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
         self._of_program: Settings = []  # of the optimizers, as the program has made them
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
+        self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
+        self._marks = [marks_of(optimizer) for optimizer in prepared.optimizers]
         self._compared = False  # the states of optimizers, between ranks
-        self._noted: tuple[list[tuple[Tensor, Tensor]], list[Any], dict[str, Any]] | None = None
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
@@ -135,37 +199,6 @@ class Objects:
                 raise UserError(f"{message}: {remedy}", everywhere=True)
         self._compared = any(sums)
 
-    # ---- an epoch that is resumed: what the program does at its head is done again, and was in the checkpoint
-
-    def note(self) -> None:
-        """Note all states as of the last step, before the program comes to the head of the epoch."""
-        objects = {name: what for name, what in self.registered.items() if not isinstance(what, nn.Module)}
-        self._noted = (
-            [(one, one.clone()) for module in self._all_modules() for one in contents.tensors_of(module).values()],
-            [copy.deepcopy(optimizer.state_dict()) for optimizer in self._prepared.optimizers],
-            {name: copy.deepcopy(what.state_dict()) for name, what in objects.items()},
-        )
-
-    def put_back(self) -> None:
-        """Undo what the head of the epoch has changed. Each rank has its own states, so this is no collective."""
-        if self._noted is None:
-            return
-        (tensors, optimizers, objects), self._noted = self._noted, None
-        with torch.no_grad():
-            for tensor, before in tensors:
-                tensor.copy_(before)
-        for optimizer, held in zip(self._prepared.optimizers, optimizers, strict=True):
-            if self._resume.lengthened:  # rates follow the new end
-                held = held | {"param_groups": optimizer.state_dict()["param_groups"]}
-            if difference(held, optimizer.state_dict()):
-                load_exactly(optimizer, held)
-        for name, state in objects.items():
-            if difference(state, self.registered[name].state_dict()):
-                self.registered[name].load_state_dict(state)
-
-    def _all_modules(self) -> list[nn.Module]:
-        return [*self._prepared.models, *self.modules(self.registered).values()]
-
     def save(
         self, heartbeat: Callable[[], None], *, writes: bool
     ) -> tuple[Facts, dict[str, Tensor], contents.States] | None:
@@ -178,7 +211,29 @@ class Objects:
             return None
         models, optimizers, scaler = self._prepared.models, self._prepared.optimizers, self._prepared.scaler
         facts, tensors, states = contents.collect(models, optimizers, self.registered, heartbeat)
+        self._warn_of_forgotten()
         return facts | {"late": late, "scaler": scaler.state_dict(), "chosen": self._chosen}, tensors, states
+
+    def _warn_of_forgotten(self) -> None:
+        """Say once, at the first checkpoint after it has changed, which number of a registered object no checkpoint has."""
+        models, optimizers = self._prepared.models, self._prepared.optimizers
+        shared = {id(one): one for one in (*models, *optimizers, *(p for model in models for p in model.parameters()))}
+        for optimizer, marks in zip(optimizers, self._marks, strict=True):
+            now, leaves = marks_of(optimizer), tree_leaves(optimizer.state_dict())
+            held = {id(one) if isinstance(one, Tensor) else repr(one) for one in leaves}
+            for attribute in [name for name, mark in marks.items() if now.get(name, mark) != mark]:
+                parts = tree_leaves(getattr(optimizer, attribute))
+                if not all((id(one) if isinstance(one, Tensor) else repr(one)) in held for one in parts):
+                    del marks[attribute]
+                    message = f"{attribute} of {type(optimizer).__name__} has changed, and no checkpoint has it"
+                    remedy = "keep it in the optimizer's state or in a registered object"
+                    self._resume.output.say(f"warning: {message}: {remedy}")
+        for name, what in self.registered.items():
+            for attribute, value in forgotten(what, began := self._began[name], shared).items():
+                del began[attribute]
+                message = f"its {attribute} has changed, and a resumed run would begin with {value}"
+                remedy = "add it to its state_dict and load_state_dict"
+                self._resume.output.say(f"warning: run.register({name}=...): {message}: {remedy}")
 
     def require_as_saved(self, states: contents.States, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
@@ -239,6 +294,7 @@ class Objects:
     def register(self, objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Save these, too, and restore them. A collective. tensors: of the checkpoint, on rank 0."""
         self.registered |= objects
+        self._began |= {name: numbers_of(what) for name, what in objects.items()}
         self._chosen |= (chosen := chosen_for([], objects))
         if self._resume.facts is None:
             return

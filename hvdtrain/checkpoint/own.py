@@ -37,6 +37,7 @@ class Moment(NamedTuple):
 
     in_steps: bool = False  # after a step, not after all steps of an epoch
     epoch_ended: bool = False  # after the evaluation of a whole epoch
+    evaluation: int = 0  # in this one of those of an epoch that are not in its steps, from 1
 
 
 HERE, IN_STEPS = Moment(), Moment(in_steps=True)
@@ -190,7 +191,9 @@ class Buffers(Provider):
         here, there = self._named(), saved.state or {}
         for name in {**there, **here}:
             if name not in here or name not in there or here[name].shape != there[name].shape:
-                raise UserError(f"{UNLIKE}: {name} is not the same buffer in both: check --model", everywhere=True)
+                raise UserError(
+                    f"{UNLIKE}: {name} is not the same buffer in both: build the model as the run did", everywhere=True
+                )
         averaged = {id(buffer) for buffer in running_statistics(self._models)} if not saved.goes_on else set[int]()
         for name, buffer in here.items():
             buffer.copy_(mean([one[name] for one in saved.states]) if id(buffer) in averaged else there[name])
@@ -216,7 +219,7 @@ def load_extra_state(module: nn.Module, held: Mapping[str, Any]) -> None:
     here = extra_state(module)
     for key in sorted({*held} ^ {*here}):
         whose = "the model lacks it" if key in held else "the checkpoint lacks it"
-        raise UserError(f"{UNLIKE}: {key}: {whose}: check --model", everywhere=True)
+        raise UserError(f"{UNLIKE}: {key}: {whose}: build the model as the run did", everywhere=True)
     if not held:
         return
     try:

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.contents import IMPLEMENTATION
-from hvdtrain.engines import atomic, lines
+from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags, alike, plain
@@ -25,6 +25,7 @@ from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sameness import SPLIT
 from hvdtrain.loop.optim import LENGTH_NAMES
 from hvdtrain.loop.state import Initial, TrainState
+from hvdtrain.output.records import parsed
 from hvdtrain.output.run_output import RunOutput
 
 if TYPE_CHECKING:
@@ -164,6 +165,19 @@ def is_length(one: Difference) -> bool:
 # ---- which checkpoint
 
 
+def saved_step(output_dir: Path) -> int | None:
+    """Return the step of the last checkpoint in the record of a run; None: there is none."""
+    step = None
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(files.open_regular(output_dir / "metrics.jsonl"), errors="replace") as record,
+    ):
+        for line in record:
+            if '"checkpoint"' in line and (event := parsed(line)) and event.get("event") == "checkpoint":
+                step = event.get("step", step)
+    return step
+
+
 class Resume:
     """The checkpoint to resume from, if there is one, and the directory of the new ones. Raises UserError on rank 0 only."""
 
@@ -200,6 +214,13 @@ class Resume:
         if resume == "auto" and self.directory is not None:
             self._content = checkpoint.newest(self.directory, self._warn)
             self.continues = self._content is not None
+            if not self.continues and (step := saved_step(self.directory.parent)) is not None:
+                with contextlib.suppress(OSError):
+                    self.directory.rmdir()  # else what is moved back would come into it
+                message = (
+                    f"{self.directory.parent} has the record of a run that had saved step {step}, and no checkpoint"
+                )
+                raise UserError(f"{message}: put {self.directory.name} back as it was, or --resume never")
         elif isinstance(resume, Path):
             self._content = checkpoint.find(resume, f"--resume {resume}", self._warn)
 

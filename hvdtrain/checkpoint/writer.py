@@ -45,29 +45,43 @@ def prune(directory: Path, keep: int, known: Mapping[Path, Facts] | None = None)
 
 
 class Writer:
-    """Writes snapshots in a background thread, one at a time. A newer snapshot replaces one that is still waiting, unless
-    the evaluation of that one was better.
+    """Writes snapshots in a background thread, one at a time. A file system that is slower than `patience` does not stop
+    training: a newer snapshot replaces one that is still waiting, unless the evaluation of that one was better.
 
     After each attempt, `done(path, error)` is called in the writer's thread; error is None or an OSError. `processor` and
     `seconds` are then the CPU seconds and the wall seconds of this attempt.
     """
 
     def __init__(
-        self, directory: Path, keep: int, done: Callable[[Path, OSError | None], None], lock: "Lock | None" = None
+        self,
+        directory: Path,
+        keep: int,
+        done: Callable[[Path, OSError | None], None],
+        lock: "Lock | None" = None,
+        patience: float = 0.0,
     ):
-        """lock: see `checkpoint.write`."""
-        self.directory, self.keep, self.done, self.lock = directory, keep, done, lock
+        """lock: see `checkpoint.write`. patience: seconds that a snapshot waits for the write of the one before."""
+        self.directory, self.keep, self.done, self.lock, self.patience = directory, keep, done, lock, patience
         self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0
         self._waiting: list[tuple[Facts, dict[str, Tensor]]] = []  # the best one, and the newest
         self._condition = threading.Condition()
         self._busy = False
+        self._begun_at = 0.0  # when the current write began, or will at once
         self._facts: dict[Path, Facts] = {}  # of files in the directory: `prune` need not read them again
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
-    def put(self, facts: Facts, tensors: dict[str, Tensor]) -> None:
-        """Queue a snapshot for writing. The caller must not modify it afterwards."""
+    def put(self, facts: Facts, tensors: dict[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Queue a snapshot for writing. The caller must not modify it afterwards. heartbeat: see `flush`.
+
+        Returns once the one before is on the disk, so that a run that is killed loses one at most: that is, if it and the
+        one before it are written within `patience` each.
+        """
         with self._condition:
+            if self.seconds < self.patience:
+                self._wait_until_idle(self._begun_at + self.patience, heartbeat)
+            if not self._waiting and not self._busy:
+                self._begun_at = time.monotonic()
             best = max(goodness(facts), -sys.float_info.max)  # one without a value may be replaced
             self._waiting = [one for one in self._waiting if goodness(one[0]) >= best][:1]
             self._waiting.append((facts, tensors))
@@ -78,14 +92,18 @@ class Writer:
 
         If that takes more than PATIENCE_SECONDS, return and set `failed`.
         """
-        until = time.monotonic() + PATIENCE_SECONDS
         with self._condition:
-            while self._waiting or self._busy:
-                self._condition.wait(1.0)
-                heartbeat()
-                if time.monotonic() > until:
-                    self.failed = OSError(f"not written within {PATIENCE_SECONDS:.0f} s")
-                    return
+            if not self._wait_until_idle(time.monotonic() + PATIENCE_SECONDS, heartbeat):
+                self.failed = OSError(f"not written within {PATIENCE_SECONDS:.0f} s")
+
+    def _wait_until_idle(self, until: float, heartbeat: Callable[[], None]) -> bool:
+        """Wait until all snapshots are written, or until this time by time.monotonic. Return whether they are."""
+        while self._waiting or self._busy:
+            if (left := until - time.monotonic()) <= 0.0:
+                return False
+            self._condition.wait(min(left, 1.0))
+            heartbeat()
+        return True
 
     def _run(self) -> None:
         while True:
@@ -95,7 +113,7 @@ class Writer:
                 while not self._waiting:
                     self._condition.wait()
                 facts, tensors = self._waiting.pop(0)
-                self._busy = True
+                self._busy, self._begun_at = True, time.monotonic()
             self._write(facts, tensors)
             del facts, tensors
 

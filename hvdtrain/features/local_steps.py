@@ -218,7 +218,7 @@ class LocalSteps(Feature):
             self._run.say(f"--sync-every {self._exchange_steps}: {remedy}, {why}")
         momenta = self._named_momenta()
         if momenta.keys() != of_all["momenta"].keys():
-            remedy = "other parameters were trained: check --model"
+            remedy = "other parameters were trained: build the model as the run did"
             raise UserError(f"the checkpoint does not match the model: {remedy}", everywhere=True)
         for name, momentum in of_all["momenta"].items():
             momenta[name].copy_(momentum)

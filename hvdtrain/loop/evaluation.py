@@ -208,7 +208,9 @@ class Evaluation:
             )
         names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
         if not names:
-            raise UserError("run.evaluating() recorded nothing: write run.record(loss=...) in it", everywhere=True)
+            empty = not any(samples for *_, samples in everyone)
+            what = "the test set has no samples" if empty else "recorded nothing: write run.record(loss=...) in it"
+            raise UserError(f"run.evaluating(): {what}", everywhere=True)
         for rank, (own, _, _, samples) in enumerate(everyone):
             missing = [name for name in names if name not in own and name not in counted]
             if samples and missing:

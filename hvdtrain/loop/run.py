@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvdtrain.checkpoint.checkpoint import Facts, name_of
 from hvdtrain.checkpoint.checkpoints import Checkpoints
-from hvdtrain.checkpoint.own import HERE, IN_STEPS, Moment
+from hvdtrain.checkpoint.own import IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure
@@ -272,15 +272,14 @@ class Run:
         self.checkpoints.objects.restore_settings()
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
-        if self.state.samples_of_epoch:
-            self.checkpoints.objects.note()
+        self.checkpoints.resumed_epoch.note(self.state)
         if self._has_ended():
             return
         while self.length.is_left(self.state):
             if self.length.goals and self.length.reached(self.evaluation, metrics):
                 break
             self.stage = Stage.HEAD
-            generators.begin_epoch()
+            self.checkpoints.begin_epoch()
             self.clock.restart()
             self._in_loop = True
             try:
@@ -344,7 +343,7 @@ class Run:
 
     def _steps(self, opened: Input) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
-        self.checkpoints.objects.put_back()
+        self.checkpoints.resumed_epoch.begin_steps(state)
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)
         while state.step != self.length.steps and (planned := next(ahead, None)) is not None:
@@ -415,8 +414,8 @@ class Run:
                 raise Stopped
 
     def _save_and_stop(self) -> None:
-        """Save outside of steps, and raise Stopped. Every rank calls it at the same point."""
-        self.checkpoints.save(self.state, self.data.input, HERE)
+        """Save in an evaluation outside of steps, and raise Stopped. Every rank calls it at the same point."""
+        self.checkpoints.save(self.state, self.data.input, self.checkpoints.resumed_epoch.stops(self._in_epoch))
         raise Stopped
 
     # ---- what follows an epoch
@@ -485,6 +484,7 @@ class Run:
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
             raise refusal("evaluation in evaluation")
+        self.checkpoints.resumed_epoch.evaluates(again=self._in_epoch and not self.in_steps)
         self.metrics_logger.evaluation(self.data.input)
         began = time.perf_counter()
         registered = self.checkpoints.registered.items()

@@ -286,7 +286,9 @@ def test_weights_of_another_type_are_not_converted(saved, engine, tmp_path):
     checkpoint.write(
         tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors | {name: tensors[name].to(torch.int8)}
     )
-    with pytest.raises(UserError, match=r"is torch.int8 in the file, torch.float32 in the model: check --model"):
+    with pytest.raises(
+        UserError, match=r"is torch.int8 in the file, torch.float32 in the model: build the model as the run did"
+    ):
         go_on(tmp_path, engine)
 
 

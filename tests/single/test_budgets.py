@@ -28,15 +28,15 @@ BUDGETS = {
     "hvdtrain/*": 2550,
     "hvdtrain/analysis": 540,
     "hvdtrain/audit": 1590,
-    "hvdtrain/checkpoint": 2810,
+    "hvdtrain/checkpoint": 3060,  # with numbers that a state lacks, and the tail of an epoch that is resumed
     "hvdtrain/checks": 520,
     "hvdtrain/datasets": 1910,
     "hvdtrain/engines": 4000,
     "hvdtrain/features": 1050,
     "hvdtrain/guards": 1760,
-    "hvdtrain/inputs": 2720,
+    "hvdtrain/inputs": 2735,  # with what persistent workers do not see
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
-    "hvdtrain/loop": 2860,  # with the table of refusals
+    "hvdtrain/loop": 2870,  # with the table of refusals
     "hvdtrain/models": 620,
     "hvdtrain/output": 1670,
     "hvdtrain/training": 20,
@@ -46,13 +46,14 @@ BUDGETS = {
     "tests/bench": 1540,
     "tests/chaos": 1920,
     "tests/device": 660,
-    "tests/e2e": 6840,
+    "tests/e2e": 6860,
     "tests/foreign": 160,
     "tests/golden": 380,  # decodes what each rank has of its own in a checkpoint
     "tests/gpu": 700,
     "tests/horovod_calls": 550,
-    "tests/parallel": 3200,
-    "tests/single": 22350,  # with digests of the audit, CUDA in forked ranks, what a provider of a checkpoint relies on
+    "tests/parallel": 3245,  # with optimizers that share out their state
+    # With digests of the audit, CUDA in forked ranks, what a provider of a checkpoint relies on, tails of resumed epochs.
+    "tests/single": 22630,
     "tests/twins": 2030,
 }
 

@@ -110,9 +110,7 @@ def test_without_an_evaluation_there_is_no_best_one(tmp_path):
         export.main([str(tmp_path / "never"), "--best", "--to", str(tmp_path / "weights.pt")])
 
 
-def test_an_epoch_that_is_not_evaluated_is_not_the_best(tmp_path, monkeypatch):
-    put = writers.Writer.put  # each is written before the next one: none is replaced while it waits
-    monkeypatch.setattr(writers.Writer, "put", lambda writer, *what: (put(writer, *what), writer.flush()))
+def test_an_epoch_that_is_not_evaluated_is_not_the_best(tmp_path):
     program(tmp_path, every=2, patience=None, epochs=4, values=[0.9, 0, 0.5, 0])
     assert summary(tmp_path)["best"]["epoch"] == 1
     scores = {path.name: checkpoint.read_facts(path)["best"] for path in checkpoint.listed(tmp_path / "checkpoints")}

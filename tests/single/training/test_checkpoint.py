@@ -8,6 +8,8 @@ import json
 import math
 import os
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -334,6 +336,32 @@ def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
     assert [name for name, _ in told] == [checkpoint.name_of(step) for step in (1, 2, 3, 4)]
     assert [error is None for _, error in told] == [False, True, True, True]
     assert [path.name for path in checkpoint.listed(directory)] == [checkpoint.name_of(4), checkpoint.name_of(3)]
+
+
+def test_a_snapshot_is_queued_once_the_one_before_is_written_unless_that_takes_longer_than_a_step_may(
+    tmp_path, monkeypatch
+):
+    """Steps of milliseconds replaced each snapshot that waited: a run that was killed lost several, or began anew."""
+    steps: list[int] = []
+    goes_on, write = threading.Event(), checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *what: (time.sleep(0.02), write(*what)))
+
+    def writer(patience):
+        return writers.Writer(tmp_path, 9, lambda path, _: steps.append(int(path.stem[5:])), patience=patience)
+
+    patient, hurried = writer(60.0), writer(1e-3)
+    for step in range(1, 6):
+        assert steps[: step - 2] == list(range(1, step - 1))
+        patient.put({**FACTS, "state": {"step": step}}, TENSORS)
+    patient.flush()
+    monkeypatch.setattr(checkpoint, "write", lambda *what: (goes_on.wait(60), write(*what)))
+    for step in range(6, 60):
+        hurried.put({**FACTS, "state": {"step": step}}, TENSORS)
+    goes_on.set()
+    hurried.flush()
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert len(steps) <= 7
+    assert steps[-1] == 59
 
 
 @pytest.mark.parametrize(("owner", "name"), [(checkpoint, "digest"), (Path, "mkdir"), (os, "fsync")])

@@ -1,6 +1,7 @@
 """What a program does at the head of an epoch counts once, also in an epoch that is resumed."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -61,6 +62,85 @@ def test_the_head_of_a_resumed_epoch_counts_once(head, tmp_path):
     with pytest.raises(Killed):
         program(tmp_path / "apart", 8)
     assert program(tmp_path / "apart") == whole
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("stops", [(3,), (4,), (7, 5), (9,), (8, 7, 9)])
+def test_what_precedes_an_evaluation_in_which_a_run_stops_counts_once(head, stops, tmp_path):
+    """Each epoch has four, the first before its steps, and changes something before each. stops: the evaluations, counted
+    from the beginning of training, in which a run is stopped."""
+
+    def program(directory, number=None):
+        states = []
+        with training.start(flags_for("--output-dir", str(directory), epochs=3)) as run:
+            net, counter = nn.Linear(3, 1), Counter()
+            net.register_buffer("heat", torch.ones(()))
+            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            run.register(scheduler=scheduler, counter=counter)
+
+            def evaluate(epoch, place):
+                HEADS[head](net, optimizer, scheduler, counter)
+                with run.evaluating(len(X)) as mine:
+                    if 4 * epoch + place == number:
+                        run.stop()
+                        while not run.stopping.watch.stop_reason:
+                            time.sleep(0.01)
+                    run.record(loss=(model(X[mine]) - counter.number).square().sum())
+                states.append([epoch, place, net.weight.tolist(), net.heat.item(), scheduler.get_last_lr()])
+
+            for epoch in run.epochs(3):
+                evaluate(epoch, 1)
+                for step in run.steps(X):
+                    for (x,) in step.batches():
+                        step.backward((model(x) * net.heat - counter.number).square().mean())
+                    step.update()
+                for place in (2, 3, 4):
+                    evaluate(epoch, place)
+        return states, optimizer.param_groups[0]["lr"], counter.number, run.exit_code
+
+    *whole, code = program(tmp_path / "whole")
+    assert code == 0
+    for stop in stops:
+        assert program(tmp_path / "apart", stop)[-1] == 75
+    states, *rest, _ = program(tmp_path / "apart")
+    assert rest == whole[1:]
+    left = 4 * 3 + 1 - max(stops)  # what is evaluated again before that, has later weights
+    assert states[-left:] == whole[0][-left:]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("head", ["halves the rate", "sets the rate by the end", "steps a scheduler"])
+def test_the_head_of_a_resumed_epoch_of_a_longer_run_counts_once(head, tmp_path):
+    """A rate that follows the end of the run follows the new one. Others were halved twice."""
+
+    def program(epochs, stop=None):
+        rates = {}
+        with training.start(flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1", epochs=epochs)) as run:
+            net = nn.Linear(3, 1)
+            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.8))
+            if head == "steps a scheduler":
+                run.register(scheduler=(scheduler := torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)))
+            for epoch in run.epochs(epochs):
+                if head == "steps a scheduler":
+                    scheduler.step()
+                else:
+                    group = optimizer.param_groups[0]
+                    group["lr"] = 0.8 * (1 - epoch / epochs) if "end" in head else group["lr"] * 0.5
+                for step in run.steps(X):
+                    for (x,) in step.batches():
+                        step.backward(model(x).square().mean())
+                    step.update()
+                    rates[step.number] = group["lr"] if head != "steps a scheduler" else scheduler.get_last_lr()[0]
+                    if step.number == stop:
+                        raise Killed
+        return rates
+
+    with pytest.raises(Killed):
+        program(2, 8)
+    each = [0.8, 0.6, 0.4, 0.2] if "end" in head else [0.4, 0.2, 0.1, 0.05]
+    assert program(4) == pytest.approx({number: each[(number - 1) // 5] for number in range(8, 21)})
 
 
 def test_a_scheduler_with_last_epoch_finds_the_initial_rate(tmp_path):

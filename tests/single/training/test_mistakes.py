@@ -176,6 +176,10 @@ MISTAKES = {
     "record of evaluations at the wrong place": (dict(after_update="run.record(a=1.0)"), r"run.record\(\) outside of run.evaluating"),
     "a name of an evaluation that is taken": (dict(after="run.record(step=1.0)"), "^step is a field of every record: give"),
     "a name that is taken": (dict(in_batches="step.record(samples=1.0)"), "samples is a field of every record"),
+    "an evaluation of an empty data set": (
+        dict(after="with run.evaluating(DataLoader(TensorDataset(X[:0]), 4)) as mine: [*mine]"),
+        "the test set has no samples",
+    ),
     "an evaluation that records nothing": (dict(after="with run.evaluating(len(X)): pass"), "recorded nothing: write run.record"),
     "a count in one batch of an evaluation": (
         dict(after="with run.evaluating(2): run.record(a=1.0, count=1); run.record(a=1.0)"),

@@ -80,7 +80,7 @@ def test_layers_that_are_defined_in_another_order_keep_their_momentum_and_statis
 def test_an_optimizer_of_other_parameters_is_refused(optimizer_of, why, tmp_path):
     stopped(tmp_path, Twins, adam)
     with pytest.raises(
-        UserError, match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): check --optimizer"
+        UserError, match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): make the optimizer"
     ):
         trained(tmp_path, Twins, optimizer_of)
 

@@ -50,10 +50,8 @@ def test_a_finished_run_started_again_says_the_same(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    directory, put = tmp_path_factory.mktemp("finished"), writers.Writer.put
-    with pytest.MonkeyPatch.context() as patch:  # else a snapshot may replace one that waits for the disk
-        patch.setattr(writers.Writer, "put", lambda self, *snapshot: (put(self, *snapshot), self.flush()))
-        assert alone(directory, "--checkpoint-steps 1 --keep 2") == 0
+    directory = tmp_path_factory.mktemp("finished")
+    assert alone(directory, "--checkpoint-steps 1 --keep 2") == 0
     return directory
 
 
@@ -110,6 +108,17 @@ def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
     assert f"{checkpoint.name_of(4)} is damaged" in capfd.readouterr().err
     assert results(copy) == expected
     assert events(copy, "resume")[0]["step"] == 3
+
+
+def test_where_all_checkpoints_have_gone_nothing_begins_anew_by_itself(copy):
+    """They were compressed, or moved: training began at the first step, exit code 0."""
+    before = (copy / "metrics.jsonl").read_text()
+    (copy / "checkpoints").rename(copy / "elsewhere")
+    with pytest.raises(UserError, match=r"had saved step \d+, and no checkpoint: put checkpoints back as it was, or"):
+        alone(copy)
+    assert (copy / "metrics.jsonl").read_text() == before
+    assert not (copy / "checkpoints").exists()
+    assert alone(copy, "--resume never") == 0
 
 
 def test_where_none_is_sound_nothing_begins_anew_by_itself(copy):
@@ -315,7 +324,7 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
 def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_left(
     tmp_path, monkeypatch, number, remedy
 ):
-    write, put = checkpoint.write, writers.Writer.put
+    write = checkpoint.write
 
     def fail_at_the_end(path, *rest):
         if path.name == checkpoint.name_of(4):
@@ -324,8 +333,6 @@ def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_le
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", fail_at_the_end)
-        # Else a snapshot may replace one that still waits for the disk, and there is none of step 3.
-        patch.setattr(writers.Writer, "put", lambda self, *snapshot: (put(self, *snapshot), self.flush()))
         with pytest.raises(Failure) as failure:
             alone(tmp_path, "--checkpoint-steps 1")
     place = tmp_path / "checkpoints"

@@ -342,7 +342,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(case, tmp_path
     first, then, why = OTHERS[case]
     kept(tmp_path, network, first, 1)
     with pytest.raises(
-        UserError, match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): check --optimizer"
+        UserError,
+        match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): make the optimizer as the run did",
     ):
         kept(tmp_path, network, then, 2)
 

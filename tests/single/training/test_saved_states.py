@@ -1,5 +1,6 @@
 """What programs keep in optimizers and registered objects: a resumed run has the same, or is refused in its first minute."""
 
+import contextlib
 import decimal
 
 import pytest
@@ -184,6 +185,129 @@ def test_a_registered_state_of_many_values_and_levels_is_read_back(tmp_path):
     back = Holds(None)
     run_to_the_end(tmp_path, lambda p: torch.optim.SGD(p, 0.1), register={"held": back})
     assert back.value == deep
+
+
+class Lookahead(torch.optim.SGD):
+    """Its slow weights are an attribute, as authors write it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.count, self.slow, self.every = 0, [one.detach().clone() for one in self.param_groups[0]["params"]], 3
+        self.parameters = list(self.param_groups[0]["params"])
+        self.averages = [self.state[one].setdefault("average", torch.zeros_like(one)) for one in self.parameters]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.count += 1
+        for weight, slow, average in zip(self.parameters, self.slow, self.averages, strict=True):
+            slow.lerp_(weight, 0.5)
+            average.lerp_(weight, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "lost"),
+    [
+        (Lookahead, {"count", "slow"}),
+        *[
+            (lambda parameters, kind=kind: kind(parameters, lr=0.1), set())
+            for kind in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam)
+        ],
+    ],
+)
+def test_what_an_optimizer_keeps_outside_of_its_state_is_said_once(make, lost, tmp_path, capsys):
+    """After a resume, the slow weights were those of the start: other weights, exit code 0."""
+    run_to_the_end(tmp_path, make)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint has it" in line]
+    assert sorted(line.split()[1] for line in lines) == sorted(lost)
+
+
+class Average:
+    """Of the loss. saves: the attributes in its state. computes: `load_state_dict` computes the others."""
+
+    def __init__(self, *saves, computes=False):
+        self.count, self.rate, self.begun, self.mean, self.total = 0, 1.0, False, torch.zeros(()), torch.zeros(())
+        self.saves, self.computes = saves, computes
+
+    def step(self, value):
+        self.count, self.rate, self.begun = self.count + 1, 1 / (self.count + 2), True
+        self.total += value
+        self.mean = self.total * self.rate
+
+    def state_dict(self):
+        return {"total": self.total, "within": [{f"of {name}": getattr(self, name) for name in self.saves}]}
+
+    def load_state_dict(self, state):
+        assert self.total is state["total"] or self.total.data_ptr() != state["total"].data_ptr()
+        self.total.copy_(state["total"])
+        for name in self.saves:
+            setattr(self, name, state["within"][0][f"of {name}"])
+        if self.computes:
+            self.rate, self.begun = 1 / (self.count + 1), self.count > 0
+
+
+class Averaged(torch.optim.swa_utils.AveragedModel):
+    """The library's, with a counter of its own."""
+
+    def update_parameters(self, model):
+        super().update_parameters(model)
+        self.times = getattr(self, "times", 0) + 1
+
+
+def averaged(kind, net, **attributes):
+    average = kind(net)
+    vars(average).update(attributes)
+    return average
+
+
+def scheduled(kind, *arguments, **named):
+    return lambda net, optimizer: kind(optimizer, *arguments, **named)
+
+
+schedulers = torch.optim.lr_scheduler
+COUNTERS = [
+    (lambda net, _: Average(), {"count": "0", "rate": "1.0", "begun": "False"}),
+    (lambda net, _: Average("count", computes=True), {}),
+    (lambda net, _: Average("count", "begun", "rate"), {}),
+    (lambda net, _: Average("rate", "begun"), {"count": "0"}),
+    (lambda net, _: averaged(Averaged, net, times=0), {"times": "0"}),
+    (lambda net, _: averaged(torch.optim.swa_utils.AveragedModel, net, training=False), {}),
+    (scheduled(schedulers.StepLR, 2), {}),
+    (scheduled(schedulers.LambdaLR, lambda step: 0.9**step), {}),
+    (scheduled(schedulers.OneCycleLR, 0.2, total_steps=10), {}),
+    (scheduled(schedulers.CyclicLR, 0.1, 0.2, 3), {}),
+    (scheduled(schedulers.CosineAnnealingWarmRestarts, 3), {}),
+    (scheduled(schedulers.ReduceLROnPlateau, patience=1), {}),
+    (
+        lambda _, o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [4]),
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "lost"), COUNTERS, ids=range(len(COUNTERS)))
+def test_a_number_of_a_registered_object_that_no_resume_would_bring_back_is_said_once(make, lost, tmp_path, capsys):
+    """An average went on as if it had just begun, with the sum that it had: other numbers, exit code 0."""
+    for end in (7, None):
+        capsys.readouterr()
+        with contextlib.suppress(Killed), training.start(
+            flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+        ) as run:  # fmt: skip
+            model, optimizer = run.prepare(net := network(), torch.optim.SGD(net.parameters(), 0.1))
+            run.register(what=(what := make(net, optimizer)))
+
+            def each(step, what=what, net=net, end=end):
+                if isinstance(what, torch.optim.swa_utils.AveragedModel):
+                    what.update_parameters(net)
+                else:
+                    what.step(*[1.0] * isinstance(what, (Average, schedulers.ReduceLROnPlateau)))
+                kill_at(end)(step)
+
+            train(run, model, each=each)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+        told = [line.split("its ")[1].split(" has changed, and a resumed run would begin with ") for line in lines]
+        assert {name: rest.split(":")[0] for name, rest in told} == lost
+        assert len(told) == len(lost)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""An epoch that is resumed: what the program does at its head, and in its tail up to an evaluation in which the run was
+stopped, is done again, and was in the checkpoint.
+
+So the states of the checkpoint are noted before the head, and put back when the steps go on, and again when the program
+comes to that evaluation.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.checkpoint import Facts
+from hvdtrain.checkpoint.objects import Settings, settings_of
+from hvdtrain.checkpoint.own import HERE, Moment
+from hvdtrain.engines.broadcasts import load_exactly
+from hvdtrain.engines.portable import difference, from_json, to_json
+from hvdtrain.loop.prepare import Prepared
+from hvdtrain.loop.state import TrainState
+
+Changed = list[list[Any]]  # JSON: optimizer, group, name of a setting, its value before the epoch's head, and after it
+
+
+class ResumedEpoch:
+    """The states of this rank's objects at the places of a program where an epoch may go on. No method is a collective."""
+
+    def __init__(self, prepared: Prepared, registered: dict[str, Any], facts: Facts | None, *, lengthened: bool):
+        """registered: objects by name, also later ones. facts: of the checkpoint that is resumed. lengthened: with another
+        number of epochs or steps."""
+        self._models, self._optimizers, self._registered = prepared.models, prepared.optimizers, registered
+        self._lengthened = lengthened
+        facts = facts or {}
+        self._changed: Changed | None = facts.get("head", [])  # None: it follows from the settings
+        self._stopped_in: int = facts.get("evaluation", 0)  # the evaluation of the epoch, from 1; 0: none
+        self._before: Settings = []
+        self._after: Settings | None = None
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._states: list[Any] = []  # of the optimizers
+        self._others: dict[str, Any] | None = None  # states of registered objects, by name; None: nothing is noted
+        self._begins = False  # nothing of the epoch has run yet
+        self._evaluations = 0  # of this epoch, outside of its steps
+
+    def note(self, state: TrainState) -> None:
+        """Note all states as of the last step, before the program comes to the head of the epoch, if that is resumed."""
+        if not state.samples_of_epoch and not self._stopped_in:
+            return
+        others = {name: what for name, what in self._registered.items() if not isinstance(what, nn.Module)}
+        modules = [*self._models, *(what for what in self._registered.values() if isinstance(what, nn.Module))]
+        self._tensors = [(one, one.clone()) for module in modules for one in contents.tensors_of(module).values()]
+        self._states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._optimizers]
+        self._begins, self._others = True, {name: copy.deepcopy(what.state_dict()) for name, what in others.items()}
+        for number, group, name, before, _ in self._changed or () if self._lengthened else ():
+            if not self._is_scheduled(self._optimizers[number]):
+                self._optimizers[number].param_groups[group][name] = from_json(before)
+
+    def begin_head(self) -> None:
+        """Note the settings with which an epoch begins, unless it is the one that is resumed."""
+        if not self._begins:
+            self._forget()
+            self._before, self._after, self._changed = settings_of(self._optimizers), None, None
+        self._begins, self._evaluations = False, 0
+
+    def begin_steps(self, state: TrainState) -> None:
+        """Undo what the head of an epoch that is resumed has changed."""
+        if self._others is None:
+            self._after = settings_of(self._optimizers)
+        elif state.samples_of_epoch:
+            self._put_back()
+            if not self._stopped_in:
+                self._forget()
+
+    def evaluates(self, *, again: bool) -> None:
+        """Undo the same, and what the tail has changed, if the run was stopped in this evaluation of the epoch. again: an
+        epoch that is resumed has this evaluation again, as it is not in its steps."""
+        self._evaluations += again
+        if again and self._evaluations == self._stopped_in:
+            self._put_back()
+            self._forget()
+
+    def stops(self, in_epoch: bool) -> Moment:
+        """Return which evaluation this is, for a checkpoint. Until the one in which the run was stopped before, it is that
+        one, and its states are put back."""
+        if not in_epoch:
+            return HERE
+        self._put_back()
+        return Moment(evaluation=self._stopped_in or self._evaluations)
+
+    def _forget(self) -> None:
+        self._tensors, self._states, self._others, self._stopped_in = [], [], None, 0
+
+    def changed_at_head(self) -> Changed:
+        """Return the settings of optimizers that the head of this epoch has changed, for a checkpoint."""
+        if self._changed is not None:
+            return self._changed
+        after = settings_of(self._optimizers) if self._after is None else self._after
+        return [
+            [number, place, name, to_json(group[name]), to_json(later[name])]
+            for number, (groups, later_groups) in enumerate(zip(self._before, after, strict=True))
+            for place, (group, later) in enumerate(zip(groups, later_groups, strict=False))
+            for name in group.keys() & later.keys()
+            if difference(group[name], later[name])
+        ]
+
+    def _put_back(self) -> None:
+        """Give all objects the states that were noted, if there are some."""
+        if self._others is None:
+            return
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                tensor.copy_(before)
+        for number, (optimizer, held) in enumerate(zip(self._optimizers, self._states, strict=True)):
+            if self._lengthened and not self._is_scheduled(optimizer):
+                held = held | {"param_groups": self._with_the_new_end(number, held["param_groups"])}
+            if difference(held, optimizer.state_dict()):
+                load_exactly(optimizer, held)
+        for name, state in self._others.items():
+            if difference(state, self._registered[name].state_dict()):
+                self._registered[name].load_state_dict(state)
+
+    def _with_the_new_end(self, number: int, held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the settings of an optimizer where a rate may follow the new end of the run: those that the head has just
+        set, unless it has set the same when the epoch began, from the same."""
+        groups: list[dict[str, Any]] = self._optimizers[number].state_dict()["param_groups"]
+        for of, place, name, _, after in self._changed or ():
+            if of == number and to_json(groups[place][name]) == after:
+                groups[place][name] = held[place][name]
+        return groups
+
+    def _is_scheduled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a registered scheduler has brought the optimizer's rates to where they are."""
+        schedulers = (w for w in self._registered.values() if isinstance(w, lr_scheduler.LRScheduler))
+        return any(one.optimizer is optimizer for one in schedulers)
