@@ -252,8 +252,9 @@ class DdpEngine(Engine):
             return store
         host, port = meeting_point(os.environ, launcher)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
-            # The store outlives this engine; its keys must not meet those of an earlier one in this process.
-            return torch.distributed.PrefixStore(f"hvdtrain.{next(MEETINGS)}", join(f"{host} {port}", size))
+            # The store outlives this engine; its keys must not meet those of an earlier one, also before a restart.
+            meeting = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(MEETINGS)}"
+            return torch.distributed.PrefixStore(f"hvdtrain.{meeting}", join(f"{host} {port}", size))
         return join(f"{host} {port}", size) if rank else serve(host, port, size)[0]
 
     def choose_device(self, wanted: str) -> torch.device:

@@ -13,9 +13,11 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.guards import limits
 from hvdtrain.guards.connection import Fail
 from hvdtrain.guards.watch import STOP_SIGNALS, Watch
-from hvdtrain.launching.exit_codes import STOPPED
+from hvdtrain.launching.exit_codes import FAILED, STOPPED, WRONG_INPUT
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.run_output import RunOutput
+
+OF_LOST_RANKS = ("HorovodInternalError", "gloo/transport", "NCCL", "Connection closed by peer")  # errors of engines
 
 
 class Stopped(BaseException):
@@ -70,6 +72,9 @@ class Stopping:
         if theirs and isinstance(error, (UserError, LeftEarly)):
             error.everywhere = True  # rank 0 prints it
         self.watch.make_leaving().start()
+        failed = [gone.failure for gone in self.watch.peers.gone.values() if gone.failure is not None]
+        if failed and failure is not None and any(word in f"{type(error).__name__} {error}" for word in OF_LOST_RANKS):
+            raise SystemExit(WRONG_INPUT if all(one.mistake for one in failed) else FAILED) from None  # told by `close`
 
     def heartbeat(self) -> None:
         """Report progress of this rank within a step or a phase, or after training: its time limit restarts."""

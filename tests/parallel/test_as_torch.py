@@ -37,6 +37,48 @@ def test_an_evaluation_uses_the_samples_of_its_sampler(engine, how):
     assert run.evaluation["loss"] == pytest.approx(float((net(X[tested]) - Y[tested]).square().mean()))
 
 
+# ---- optimizers that share out their state
+
+
+class Shares(torch.optim.SGD):
+    """Each rank keeps another state, and then all have the same weights, as with a distributed Muon."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rank"] = torch.tensor(torch.distributed.get_rank())
+
+
+def zero(parameters):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda parameters: Shares(parameters, 0.1),
+            "the state of Shares differs between ranks 0 and 1, and",
+        ),
+        (zero, "the state of ZeroRedundancyOptimizer cannot be saved"),
+    ],
+)
+def test_an_optimizer_that_shares_out_its_state_is_refused_at_the_first_checkpoint(
+    engine, make, told, shared_directory
+):
+    """A checkpoint has rank 0's, with which the others went on: other weights, exit code 0."""
+    if engine.size == 1 or engine.name != "ddp":
+        pytest.skip("they ask torch.distributed which rank they are")
+    argv = ("--output-dir", shared_directory, "--checkpoint-steps", "2")
+    with pytest.raises(UserError, match=f"^{told}.*: use one that keeps all"), a_run(engine, *argv, epochs=1) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, make(net.parameters()))
+        fit(run, [X], lambda step, x: model(x).square().mean())
+    assert run.state.step == 2
+
+
 # ---- buffers
 
 KINDS = {

@@ -82,6 +82,12 @@ def of_torch(last):
     return nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
 
 
+def a_scheduler_at(run, model, optimizer, last):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scheduler.last_epoch += last
+    run.register(scheduler=scheduler)
+
+
 def a_queue(run, model, optimizer, last):
     queue = nn.Module()
     queue.register_buffer("keys", torch.full((4, 3), float(last)))
@@ -189,6 +195,10 @@ NEED_TWO = {  # ranks that differ
     "another queue": (
         dict(before=a_queue),
         r"run.register\(queue=...\): the Module has other values on rank \d than on rank 0: create it alike",
+    ),
+    "a scheduler at another step": (
+        dict(before=a_scheduler_at),
+        r"run.register\(scheduler=...\): the StepLR has other values on rank \d than on rank 0: create it alike",
     ),
     "a buffer of one rank alone": (
         dict(each=shifted),

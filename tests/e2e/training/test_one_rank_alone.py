@@ -10,7 +10,7 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON, TORCHRUN, launch
 pytestmark = pytest.mark.slow  # each waits for limits; tests/single has the parts
 
 SCRIPT = """
-import atexit, time
+import atexit, os, time
 import torch
 from hvdtrain import training
 
@@ -33,8 +33,11 @@ def main():
         for epoch in run.epochs(2):
             for step in run.steps(x):
                 for (inputs,) in step.batches():
-                    step.backward(model(inputs).square().mean())
+                    loss = model(inputs).square().mean()
+                    step.backward(torch.zeros((), requires_grad=True) if does == "has a constant" else loss)
                 step.update()
+                if does == "is killed once" and run.state.step == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    os.kill(os.getpid(), 9)
                 if does == "works after an update" and run.state.step == 0:
                     busy(14)
                 if does == "evaluates in a step" and epoch == 1:
@@ -87,6 +90,25 @@ def test_an_evaluation_of_one_rank_alone_is_told_long_before_the_limit(start, tm
     (said,) = [line for line in done.stderr.splitlines() if "ranks wait in different collectives" in line]
     assert said.count(" at own.py:") == 2
     assert int(re.search(r"; no \w+ for (\d+) s", said)[1]) < 300
+
+
+@pytest.mark.parametrize("start", [LAUNCHERS["starter"].format(ranks=2), TORCHRUN.format(ranks=2)])
+def test_a_mistake_of_one_rank_is_the_only_thing_that_is_told(start, tmp_path):
+    """Under DDP, the other rank ended with a traceback of Gloo, from within its backward pass."""
+    done = run("has a constant", start, tmp_path)
+    assert done.code != 0, done
+    assert "weight got no gradient in this step" in done.stderr, done
+    assert "gloo" not in done.stderr, done
+
+
+def test_a_restart_by_torchrun_meets_anew_and_resumes(tmp_path):
+    """The ranks looked for each other at the ports of those before, and hung."""
+    start = TORCHRUN.format(ranks=2).replace("torchrun ", "torchrun --max-restarts 1 ", 1)
+    done = run(
+        "is killed once", start, tmp_path, f"--step-timeout 20 --checkpoint-steps 2 --output-dir {tmp_path / 'out'}"
+    )
+    assert done.code == 0, done
+    assert re.search("resumed after step [24] ", done.stdout), done
 
 
 @pytest.mark.parametrize(
