@@ -15,7 +15,7 @@ NP ?= 2
 EXAMPLES ?= 5000
 ENVIRONMENTS ?= --jobs 2
 BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
-.PHONY: setup run test test-slow test-all lint docs dist bench gpu chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants
+.PHONY: setup run test test-slow test-all lint docs dist bench gpu chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants peers
 
 setup:
 	@$(PYTHON) launch/setup $(SETUP)
@@ -87,3 +87,8 @@ mutants: setup
 # make flaky FILE=tests/e2e/training/test_guard.py N=50     one file, again and again, beside two busy loops, each time in another order
 flaky: setup
 	. .venv/bin/activate && exec python -m tests.flaky $(FILE) --times $(or $(N),20) $(FLAKY)
+
+# The same training under other trainers, audited in the same way: environments of their own (8 GB), then the table of docs/evidence/peers.md.
+# make peers PEERS="--only Lightning"
+peers: setup
+	. .venv/bin/activate && exec python -m tests.peers $(PEERS)

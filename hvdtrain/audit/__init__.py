@@ -44,9 +44,9 @@ def signals(text: str) -> list[str]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, and the audited command as `command`. Bad input ends the process with 2 and one line."""
-    usage = "python -m hvdtrain.audit [OPTIONS] -- (FILE | -m MODULE | PROGRAM) ARGUMENTS..."
+    usage = f"python -m {__package__} [OPTIONS] -- (FILE | -m MODULE | PROGRAM) ARGUMENTS..."
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("hvdtrain.audit", usage, __doc__, formatter_class=raw, allow_abbrev=False)
+    parser = Parser(__package__, usage, __doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("-np", type=count, default=1, metavar="N", help="ranks")
     parser.add_argument(
         "--launcher", choices=("none", "torchrun", "mpirun", "horovodrun"),
@@ -79,10 +79,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words[:end])
     options.command = words[end + 1 :]
     if not options.command:
-        parser.error("which program? python -m hvdtrain.audit [OPTIONS] -- train.py --out {out}")
+        parser.error(f"which program? python -m {__package__} [OPTIONS] -- train.py --out {{out}}")
     if not any("{out}" in word for word in options.command):
         parser.error("put {out} into the command, where the program is told its output folder: each run needs its own")
     if options.resume_command and "{out}" not in options.resume_command:
         parser.error("put {out} into --resume-command, where the program is told its output folder")
     options.launcher = options.launcher or ("none" if options.np == 1 else "torchrun")
+    if options.then_np and options.launcher == "none" and not options.resume_command:
+        parser.error("--launcher none starts what the command says: give --resume-command for --then-np, or a launcher")
     return options

@@ -164,7 +164,7 @@ def repeat(number: int, options: Namespace) -> str:
         if name in words:
             del words[words.index(name) : words.index(name) + 2]
     words += ["--only-kill", str(number), "--seed", str(options.seed)]
-    return shlex.join(["python", "-m", "hvdtrain.audit", *words, "--", *options.command]).replace("'{out}'", "{out}")
+    return shlex.join(["python", "-m", str(__package__), *words, "--", *options.command]).replace("'{out}'", "{out}")
 
 
 def table(rows: Kills, whole: Whole, options: Namespace) -> tuple[str, int]:
@@ -212,12 +212,10 @@ def junit(rows: Kills, path: Path) -> None:
     cases = []
     for row in rows:
         for name, verdict in row["verdicts"].items():
-            inner = f"<failure message={quoteattr(verdict.text)}/>" if verdict.status == "fails" else ""
-            skipped = (
-                f"<skipped message={quoteattr(verdict.text)}/>" if verdict.status in ("not seen", "left out") else ""
-            )
+            element = {"fails": "failure", "not seen": "skipped", "left out": "skipped"}.get(verdict.status)
+            inner = f"<{element} message={quoteattr(verdict.text)}/>" if element else ""
             kill = quoteattr(f"kill {row['number']}: {row['kill']}")
-            cases.append(f"<testcase classname={kill} name={quoteattr(name)}>{inner}{skipped}</testcase>")
+            cases.append(f"<testcase classname={kill} name={quoteattr(name)}>{inner}</testcase>")
     failures = sum("<failure" in case for case in cases)
     text = "\n".join(cases)
     path.write_text(

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 BOOT = Path(__file__).resolve().parent / "boot"
 VARIABLE = "HVDTRAIN_AUDIT"
-LEAVING_SECONDS = 15.0  # for DataLoader workers, which look every 5 s whether their rank is alive
 Step = dict[str, Any]  # a line of the recorder
 
 
@@ -60,6 +59,7 @@ class Program:
     launcher: str
     folder: Path
     grace_seconds: float
+    leaving_seconds: float = 15.0  # for DataLoader workers, which look every 5 s whether their rank is alive
 
     def words(self, ranks: int, out: Path) -> list[str]:
         """Return the command line."""
@@ -99,7 +99,7 @@ class Program:
                 copying = threading.Thread(target=copy, args=(process.stdout, file), daemon=True)
                 copying.start()
                 code, in_grace = self.wait(process, log, began + seconds, kill)
-                left = leavers(log)
+                left = leavers(log, self.leaving_seconds)
                 kill_all(log)
                 copying.join(5)
         finally:
@@ -164,9 +164,9 @@ def kill_all(log: Path) -> None:
         time.sleep(0.01)
 
 
-def leavers(log: Path) -> list[str]:
+def leavers(log: Path, seconds: float) -> list[str]:
     """Return the commands of processes that are still there a while after their launcher's end."""
-    end = time.monotonic() + LEAVING_SECONDS
+    end = time.monotonic() + seconds
     while (pids := list(members(log))) and time.monotonic() < end:
         time.sleep(0.05)
     commands = []

@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.audited import forked
@@ -12,10 +12,11 @@ from tests.waiting import wait_for
 
 
 @contextlib.contextmanager
-def serving(directory: Path) -> Iterator[str]:
-    """Return the socket of a server of forked.py, which ends with the block."""
+def serving(directory: Path, python: str = sys.executable, modules: Sequence[str] = (), **extra: str) -> Iterator[str]:
+    """Return the socket of a server of forked.py, which ends with the block. It has imported the modules."""
     path = directory / "socket"
-    process = subprocess.Popen([sys.executable, forked.__file__, "serve", path], env=environment(OMP_NUM_THREADS="1"))
+    line = [python, forked.__file__, "serve", str(path), *modules]
+    process = subprocess.Popen(line, env=environment(OMP_NUM_THREADS="1", **extra))
     try:
         wait_for(path.exists, "it does not listen", 200)
         yield str(path)

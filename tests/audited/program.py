@@ -106,9 +106,9 @@ def main():
         )
         if saved:
             if FAULT != "random":
-                torch.set_rng_state(saved["random"][RANK])
+                torch.set_rng_state(saved["random"][RANK % len(saved["random"])])
             if FAULT != "augmentation":
-                AUGMENTING.set_state(saved["augmenting"][RANK])
+                AUGMENTING.set_state(saved["augmenting"][RANK % len(saved["augmenting"])])
             saved = None
         model.train()
         for step, (x, y) in enumerate(loader, start):

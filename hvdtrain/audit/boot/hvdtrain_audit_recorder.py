@@ -176,11 +176,13 @@ class Recorder:
         return here and (place != "evaluation" or kill["call"] == self.calls)
 
     def enter(self, module: Any, arguments: list[object]) -> None:
-        if module.training and torch.is_grad_enabled():
+        # A wrapper's own flag may say evaluation while what it wraps is trained: Lightning's around DistributedDataParallel.
+        if torch.is_grad_enabled() and any(inner.training for inner in module.modules()):
             self.evaluating = False
             self.modules[id(module)] = module
             if self.random is None:
                 self.random = generators()
+                self.losses.clear()  # of no sample: backward passes for DistributedDataParallel's buckets, after a resume
             inputs = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
             if inputs and not any(tensor.grad_fn is not None for tensor in inputs):
                 self.rows += samples(inputs, self.batches)
@@ -208,7 +210,12 @@ class Recorder:
         self.alike[named] += 1
         return {"weights": digest(*map(raw, parameters_of(optimizer))), "state": state_of(optimizer)}
 
-    def after_step(self, optimizer: Any, before: dict[str, Any] | None) -> None:
+    def after_step(self, optimizer: Any, before: dict[str, Any] | None) -> bool:
+        """Return whether this was a step of the training: loaders of states make one with a learning rate of 0."""
+        if not self.losses and not any(float(group.get("lr", 1)) for group in optimizer.param_groups):
+            if before is not None:  # its next step is the first
+                self.alike[self.keys.pop(optimizer).rpartition(" ")[0]] -= 1
+            return False
         self.evaluating = False
         parameters = parameters_of(optimizer)
         line: dict[str, Any] = {"kind": "step", "key": self.keys[optimizer], "time": time.time()}
@@ -219,12 +226,9 @@ class Recorder:
         if before is not None:
             line["before"] = before
         line["lr"] = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        options = [
-            [group[name] for name in sorted(group) if name not in ("params", "lr")] for group in optimizer.param_groups
-        ]
-        line["options"] = digest(
-            repr([[o for o in group if isinstance(o, (int, float, tuple))] for group in options]).encode()
-        )
+        options = [[item for item in group.items() if item[0] != "lr" and isinstance(item[1], (int, float, tuple))]
+                   for group in optimizer.param_groups]  # fmt: skip
+        line["options"] = digest(repr(list(map(sorted, options))).encode())
         line["random"] = self.random or generators()
         line["rows"] = self.rows
         line["loss"] = [float(loss).hex() for loss in self.losses]
@@ -238,6 +242,7 @@ class Recorder:
             line["file"] = self.newest
         self.rows, self.losses, self.random = [], [], None
         self.write(line)
+        return True
 
 
 def samples(inputs: list[Any], batches: Batches) -> list[list[Any]]:
@@ -263,11 +268,11 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 def state_of(optimizer: Any) -> list[Any]:
     """Return the number of parameters that have a state, its digest, and the greatest number of steps that it counts."""
-    states = [optimizer.state.get(parameter) for parameter in parameters_of(optimizer)]
-    parts = [raw(tensor) for state in states if state for tensor in tensors_in(state)]
-    numbers = [v for state in states if state for v in state.values() if isinstance(v, (int, float))]
-    steps = [float(state["step"]) for state in states if state and "step" in state]
-    return [sum(bool(state) for state in states), digest(*parts, repr(numbers).encode()), max(steps, default=0)]
+    states = [state for parameter in parameters_of(optimizer) if (state := optimizer.state.get(parameter))]
+    values = [state[name] for state in states for name in sorted(state, key=str)]
+    numbers = [value for value in values if isinstance(value, (int, float))]
+    steps = [float(state["step"]) for state in states if "step" in state]
+    return [len(states), digest(*map(raw, tensors_in(values)), repr(numbers).encode()), max(steps, default=0)]
 
 
 def persistent_buffers(modules: Any) -> Iterator[Any]:
@@ -381,7 +386,8 @@ def attach(imported: Any) -> None:
         recorder.stepping = recorder.stepping[:-1]
         if recorder.stepping:
             return
-        guarded(recorder.after_step, optimizer, started.pop(0, None))
+        if guarded(recorder.after_step, optimizer, started.pop(0, None)) is False:
+            return
         recorder.steps += 1
         if recorder.died_here("step", recorder.steps):
             end_process()

@@ -1,4 +1,4 @@
-"""A digest is of a tensor's values, wherever they lie in memory."""
+"""The recorder by itself: a digest is of a tensor's values, wherever they lie in memory; what counts as training."""
 
 import json
 import sys
@@ -32,3 +32,30 @@ def test_where_a_tensor_begins_in_memory_does_not_count_and_each_value_does(reco
     changed = values.clone()
     changed[count // 2] = -1.0
     assert recorder.raw(values) != recorder.raw(changed)
+
+
+@pytest.mark.parametrize(("inner", "grad", "rows"), [(True, True, 2), (False, True, 0), (True, False, 0)])
+def test_a_wrapper_trains_if_a_module_in_it_does(inner, grad, rows, recorder):
+    """Lightning leaves the flag of its DistributedDataParallel in evaluation: no sample of two ranks was seen."""
+    wrapper = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    wrapper.training, wrapper[0].training = False, inner
+    recording = recorder.Recorder()
+    recording.losses.append(torch.tensor(0.0))  # of a backward pass before any sample: it is of no step
+    with torch.set_grad_enabled(grad):
+        recording.enter(wrapper, [torch.ones(2, 3)])
+    assert (len(recording.rows), recording.evaluating, len(recording.losses)) == (rows, rows == 0, rows == 0)
+
+
+def test_a_step_that_only_makes_an_optimizers_state_is_none_of_the_training(recorder, monkeypatch):
+    """set_state_dict of torch.distributed.checkpoint makes one, and Composer by it, with a learning rate of 0."""
+    lines, recording = [], recorder.Recorder()
+    monkeypatch.setattr(recording, "write", lines.append)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.0)
+    assert not recording.after_step(optimizer, recording.before_step(optimizer))
+    recording.losses.append(torch.tensor(1.0))  # the first of a warm-up, which begins with 0
+    assert recording.after_step(optimizer, recording.before_step(optimizer))
+    recording.losses.append(torch.tensor(1.0))
+    assert recording.after_step(optimizer, recording.before_step(optimizer))
+    assert ["before" in line for line in lines] == [True, False]
+    assert {line["key"].rpartition(" ")[2] for line in lines} == {"0"}

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.audit.runs import Program
 from hvdtrain.audit.verdicts import compare_wholes, judge
-from tests.audited import forked, serving
+from tests.audited import forked
 
 PROGRAM = forked.__file__.replace("forked", "program")
 LATER = {"losses", "evaluations", "final weights"}
@@ -51,23 +51,18 @@ class Audited:
         self.killed = self.run("killed", "none", kill={"place": "step", "number": 16, "rank": ranks - 1, "how": "one"})
         assert self.killed.code < 0
 
-    def run(self, name, fault, out=None, kill=None):
-        line = [sys.executable, forked.__file__, "run", self.server, str(self.ranks), PROGRAM, "{out}", fault]
-        program = Program(line, "none", self.folder, 60.0)
+    def run(self, name, fault, out=None, kill=None, ranks=None):
+        ranks = ranks or self.ranks
+        line = [sys.executable, forked.__file__, "run", self.server, str(ranks), PROGRAM, "{out}", fault]
+        program = Program(line, "none", self.folder, 60.0, leaving_seconds=2.0)
         return program.run(
-            name, out or self.folder / f"out-{name}", self.ranks, 250.0, kill, name.startswith(("whole", "again"))
+            name, out or self.folder / f"out-{name}", ranks, 250.0, kill, name.startswith(("whole", "again"))
         )
 
-    def failing(self, killed, resumed, how="one"):
-        verdicts = judge(self.whole, killed, resumed, how, other_ranks=False)
+    def failing(self, killed, resumed, how="one", other_ranks=False):
+        verdicts = judge(self.whole, killed, resumed, how, other_ranks)
         wrong = {name: verdict.text for name, verdict in verdicts.items() if verdict.status == "fails"}
         return set(wrong), next(iter(wrong.values()), ""), verdicts
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as socket:
-        yield socket
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
@@ -97,6 +92,27 @@ def test_told_apart_by_a_kill_of_its_own(fault, audited):
     assert (failing, said in text) == (expected, True), verdicts
     if place == "file":
         assert kill["bytes"] in killed.files.values()  # the kernel has stopped in the middle of it
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "said"),
+    [
+        ("none", set(), ""),
+        ("weights", {"weights"}, "the optimizer's count of steps say: before step 16"),
+        ("samples", {"samples"}, "of 288, 0 lost, 24 repeated"),
+        ("rest", {"samples"}, "of 288, 72 lost, 0 repeated"),
+    ],
+)
+def test_another_number_of_ranks(fault, expected, said, audited):
+    """Samples are counted over all ranks; bits, and their order, are not compared."""
+    if audited.ranks > 1:
+        pytest.skip("from one rank to two: the reverse is read by the same lines")
+    out = shutil.copytree(audited.folder / "out-killed", audited.folder / f"out-{fault}-two")
+    resumed = audited.run(f"{fault}-two", fault, out, ranks=2)
+    failing, text, verdicts = audited.failing(audited.killed, resumed, other_ranks=True)
+    assert (failing, said in text) == (expected, True), verdicts
+    left_out = {name for name, verdict in verdicts.items() if verdict.status == "left out"}
+    assert left_out >= {"gradient scaler", "random numbers", "augmentation", "losses", "evaluations", "final weights"}
 
 
 def test_nothing_is_judged_that_was_not_seen(audited):

@@ -1,0 +1,151 @@
+"""The same training under several trainers, each audited in the same way: python -m tests.peers
+
+make peers                          makes environments, audits what was not yet, writes the table into docs/evidence/peers.md
+make peers PEERS="--only ignite"    one of them; --ranks 1 or 2; --table: the table alone
+
+It goes on where it ended. Results are in runs/peers; remove a folder there to audit that trainer again. An audit takes a
+minute, and the environments 7 GB, most of them for Composer's own torch.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.audited import forked, serving
+from tests.e2e.launchers import environment
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RUNS, PAGE = ROOT / "runs/peers", ROOT / "docs/evidence/peers.md"
+MARKERS = "<!-- measured -->\n", "<!-- end -->\n"
+KILLS = 4  # after a step, within one, in an evaluation, while a file is written
+
+
+class Peer(NamedTuple):
+    name: str
+    package: str
+    words: str  # the program and its arguments
+    modules: str  # imported once, before the runs are forked
+    environment: str = "peers"
+
+
+FLAGS = "--checkpoint-steps 5 --no-progress --output-dir"
+PEERS = [
+    Peer("torch's recipe", "torch", "torch_loop.py", "torch", ""),
+    Peer("StatefulDataLoader", "torchdata", "torchdata_loop.py", "torchdata.stateful_dataloader"),
+    Peer("the same, with care", "torchdata", "torchdata_loop.py --careful", "torchdata.stateful_dataloader"),
+    Peer("accelerate", "accelerate", "accelerate_loop.py", "accelerate,torchdata.stateful_dataloader"),
+    Peer("accelerate, stateful", "accelerate", "accelerate_loop.py --stateful", "accelerate,torchdata.stateful_dataloader"),
+    Peer("HF Trainer", "transformers", "hf_trainer.py", "transformers.trainer"),
+    Peer("Lightning", "lightning", "lightning_trainer.py", "lightning"),
+    Peer("Fabric", "lightning", "fabric_loop.py", "lightning"),
+    Peer("ignite", "pytorch-ignite", "ignite_loop.py", "ignite.engine,ignite.handlers,ignite.distributed"),
+    Peer("Composer", "mosaicml", "composer_trainer.py", "composer", "composer"),
+    Peer("hvdtrain", "hvdtrain", f"hvdtrain_loop.py {FLAGS}", "hvdtrain.training", ""),
+]  # fmt: skip
+
+
+def python(name: str) -> Path:
+    """Return the Python of an environment; make it if it is not there. All but Composer's use the torch of this one."""
+    folder = ROOT / f".venv-{name}"
+    program = folder / "bin/python"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        if name == "peers":
+            own, shared = (next((Path(at) / "lib").glob("python3*/site-packages")) for at in (folder, sys.prefix))
+            (own / "mpi4py.py").write_text("raise ImportError\n")  # that of .venv has its libraries elsewhere
+            (own / "project.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+        subprocess.run([program, "-m", "pip", "install", "-q", "-r", HERE / f"{name}.txt"], check=True)
+        (folder / "complete").touch()
+    return program
+
+
+def folder(peer: Peer, ranks: int) -> Path:
+    return RUNS / f"{re.sub(r'[^a-z]+', '-', peer.name.lower())}-{ranks}"
+
+
+def audit(peer: Peer, ranks: int) -> None:
+    """Perform the audit of a trainer, and keep its versions beside audit.json."""
+    program, *arguments = peer.words.split()
+    interpreter = sys.executable if peer.environment == "" else str(python(peer.environment))
+    target = folder(peer, ranks)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as short,  # the path of a socket may have 100 characters
+        serving(Path(short), interpreter, peer.modules.split(","), PYTHONPATH=str(ROOT)) as socket,
+    ):
+        start = f"-m hvdtrain.audit -np {ranks} --launcher none --kills {KILLS} --output-dir {target} --".split()
+        command = [interpreter, forked.__file__, "run", socket, str(ranks), str(HERE / program), *arguments, "{out}"]
+        line = [sys.executable, *start, *command]
+        done = subprocess.run(line, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL)
+    if done.returncode == 2:
+        sys.stderr.write(f"peers: {peer.name} on {ranks} ranks could not be audited: see {target}\n")
+        return
+    query = f"from importlib.metadata import version; print(version({peer.package!r}), version('torch'))"
+    versions = subprocess.run([interpreter, "-c", query], capture_output=True, text=True, check=True).stdout.split()
+    (target / "versions.json").write_text(json.dumps(versions))
+
+
+def lines_of_resuming(peer: Peer) -> int:
+    """Return how many lines of its program are there for checkpoints and for going on."""
+    marks = ("# resume", "# careful") if "--careful" in peer.words else ("# resume",)
+    source = (HERE / peer.words.split()[0]).read_text().splitlines()
+    return sum(line.rstrip().endswith(marks) for line in source)
+
+
+def row(peer: Peer, ranks: int) -> str:
+    """Return a line of the table: the worst of all kills."""
+    result = json.loads((folder(peer, ranks) / "audit.json").read_text())
+    version, _ = json.loads((folder(peer, ranks) / "versions.json").read_text())
+    kills = [kill["verdicts"] for kill in result["kills"] if kill["verdicts"]]
+    counted = [re.findall(r"(\d+) lost, (\d+) repeated", kill.get("samples", {}).get("text", "")) for kill in kills]
+    lost, repeated = (max((int(found[0][at]) for found in counted if found), default=0) for at in (0, 1))
+
+    def held(guarantee: str) -> str:
+        """Of those kills after which it could be judged. Who does not resume keeps none; who ended well needs none."""
+        absent = [{"status": "fails" if kill["resumes"]["status"] == "fails" else "not seen"} for kill in kills]
+        statuses = [kill.get(guarantee, other)["status"] for kill, other in zip(kills, absent, strict=True)]
+        seen = [status == "ok" for status in statuses if status in ("ok", "fails")]
+        return f"{sum(seen)} of {len(seen)}" if seen else ""
+
+    names = ("resumes", "random numbers", "final weights", "exit codes")
+    resumes, random, bits, codes = map(held, names)
+    figures = f"{lost} / {repeated}" if held("samples") else "not seen"
+    cells = [peer.name, version, str(ranks), resumes, figures, random, bits, codes, str(lines_of_resuming(peer))]
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    head = "trainer | version | ranks | resumes | samples lost / repeated | random numbers | final bits | exit codes | lines"
+    rows = [row(peer, ranks) for ranks in (1, 2) for peer in PEERS if (folder(peer, ranks) / "versions.json").exists()]
+    return "\n".join([f"| {head} |", "|---|---|--:|---|--:|---|---|---|--:|", *rows, ""])
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="tests.peers", description=__doc__, formatter_class=raw)
+    parser.add_argument("--only", default="", metavar="PART", help="trainers with this in their names")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="on so many ranks alone")
+    parser.add_argument("--table", action="store_true", help="audit nothing, and write the table")
+    flags = parser.parse_args()
+    for peer in PEERS:
+        for ranks in (flags.ranks,) if flags.ranks else (1, 2):
+            if flags.only in peer.name and not flags.table and not (folder(peer, ranks) / "versions.json").exists():
+                print(f"peers: {peer.name}, ranks: {ranks}", flush=True)
+                audit(peer, ranks)
+    page = PAGE.read_text()
+    before, _, rest = page.partition(MARKERS[0])
+    PAGE.write_text(f"{before}{MARKERS[0]}{table()}{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

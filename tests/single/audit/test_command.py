@@ -1,0 +1,165 @@
+"""hvdtrain.audit from its command line to its exit code, in this process. Faults and verdicts: test_faults.py."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from hvdtrain import audit
+from hvdtrain.audit import __main__ as command
+from tests.audited import forked
+from tests.e2e.launchers import environment
+
+PROGRAM = forked.__file__.replace("forked", "program")
+BOOT = Path(audit.__file__).parent / "boot"
+
+
+@pytest.fixture
+def audited(monkeypatch, tmp_path, capsys):
+    """Return a function that performs an audit in tmp_path: exit code, and what was said on both streams."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def perform(*words):
+        monkeypatch.setattr(sys, "argv", ["audit", *words])
+        try:
+            code = command.main()
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    yield perform
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def program(server, fault, ranks=1):
+    return [sys.executable, forked.__file__, "run", server, str(ranks), PROGRAM, "{out}", fault]
+
+
+def test_a_sound_program(server, audited, tmp_path):
+    words = ["--metric-regex", r"accuracy: (\S+)", "--junit", "junit.xml", "--", *program(server, "none")]
+    code, said, progress = audited(*words)
+    assert code == 0, (said, progress)
+    assert "1 rank, 36 steps" in said
+    assert "two whole runs: the same bits" in said
+    assert "All that was seen held, in 4 kills. Seed 1" in said
+    assert "kill 4 of 4: while a file is written after step " in progress
+    result = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert [kill["kill"].rpartition(", ")[2] for kill in result["kills"]] == [
+        "SIGKILL of rank 0", "SIGTERM to the launcher", "SIGKILL of rank 0", "SIGXFSZ in the middle of a write",
+    ]  # fmt: skip
+    assert result["kills"][3]["note"] == "torn: checkpoint.pt.tmp"
+    assert {v["status"] for kill in result["kills"] for v in kill["verdicts"].values()} <= {"ok", "not seen"}
+    assert result["kills"][0]["verdicts"]["metrics"]["status"] == "ok"
+    assert ElementTree.parse(tmp_path / "junit.xml").getroot().attrib["failures"] == "0"
+    assert not list((tmp_path / "audit/out").iterdir())
+
+
+def test_another_command_goes_on_with_another_number_of_ranks(server, audited, tmp_path):
+    """The first command line can't: it would start as many ranks again. What the runs wrote is kept."""
+    again = " ".join(program(server, "none", 2))
+    words = ["--then-np", "2", "--resume-command", again, "--kills", "1", "--keep", "--", *program(server, "none")]
+    code, said, progress = audited(*words)
+    assert code == 0, (said, progress)
+    (kill,) = json.loads((tmp_path / "audit/audit.json").read_text())["kills"]
+    assert kill["verdicts"]["samples"]["text"] == "each as often; their order is left out: another number of ranks"
+    assert kill["verdicts"]["final weights"] == {"status": "left out", "text": "another number of ranks", "step": None}
+    assert len(list((tmp_path / "audit").glob("kill-1-resumed.[01].*"))) == 2
+    kept = {path.name for path in (tmp_path / "audit/out").iterdir() if (path / "checkpoint.pt").exists()}
+    assert kept == {"whole", "again", "kill-1"}
+
+
+def test_the_folder_is_a_package_of_its_own(server, tmp_path):
+    """Copied elsewhere, it needs nothing of hvdtrain. The command that it prints for a kill repeats that kill."""
+    shutil.copytree(Path(audit.__file__).parent, tmp_path / "audit", ignore=shutil.ignore_patterns("__pycache__"))
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
+    start = [
+        "python",
+        "-m",
+        "audit",
+        "--output-dir",
+        "out",
+        "--kills",
+        "1",
+        "--seed",
+        "5",
+        "--junit",
+        "junit.xml",
+        "--",
+    ]
+    run = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*start, *program(server, "scheduler")], **run)
+    assert done.returncode == 1, done
+    assert "learning rates    FAILS     1 of 1   kill 1: step " in done.stdout
+    cause = "learning rates: the scheduler's state_dict is not in the checkpoint: its schedule starts again.\n    "
+    line = done.stdout.partition(cause)[2].partition("\n")[0]
+    assert line.startswith("python -m audit --output-dir out --kills 1 --junit junit.xml --only-kill 1 --seed 5 -- ")
+    assert int(ElementTree.parse(tmp_path / "junit.xml").getroot().attrib["failures"]) == 4
+    again = subprocess.run(line, shell=True, **run)
+    assert again.stdout.partition("guarantee")[2] == done.stdout.partition("guarantee")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which program? python -m hvdtrain.audit [OPTIONS] -- train.py --out {out}"),
+        (["train.py", "{out}"], "unrecognized arguments: train.py {out}"),
+        (["--", "train.py"], "put {out} into the command"),
+        (["--resume-command", "train.py", "--", "train.py", "{out}"], "put {out} into --resume-command"),
+        (
+            ["--then-np", "2", "--", "train.py", "{out}"],
+            "--launcher none starts what the command says: give --resume-command",
+        ),
+        (["--kills", "0", "--", "train.py", "{out}"], "argument --kills: invalid count value: '0'"),
+        (["--signals", "kill", "--", "train.py", "{out}"], "'kill': some of one,all,term, with commas"),
+        (["--metric-regex", "(", "--", "train.py", "{out}"], "--metric-regex: missing )"),
+        (["--output-dir", ".", "--", "train.py", "{out}"], "has something else in it: choose another --output-dir"),
+        (["--", "absent.py", "{out}"], "the program itself ends with 2, without any kill"),
+        (["--", "absent-program", "{out}"], "absent-program can't be started: No such file or directory"),
+        (["--", "true", "{out}"], "no optimizer made a step that could be seen"),
+        (["--timeout", "0.2", "--", "sh", "-c", "sleep 60; {out}"], "the program has not ended after"),
+    ],
+)
+def test_what_cannot_be_run(words, said, audited, tmp_path):
+    (tmp_path / "something").touch()
+    code, _, line = audited(*words)
+    assert code == 2
+    assert said in line
+    assert line.count("\n") == 1
+
+
+def test_a_program_that_writes_elsewhere(server, audited):
+    code, _, progress = audited("--", *program(server, "elsewhere"))
+    assert code == 2
+    assert "the program keeps its state elsewhere, not under {out}" in progress
+
+
+def test_the_same_bits_with_and_without_it(server, tmp_path):
+    """The recorder changes nothing, and a sitecustomize of the environment runs as without it."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/sitecustomize.py").write_text("import sys\nsys.own = 1\n")
+    (tmp_path / "program.py").write_text(
+        f"import runpy, sys\nimport torch\nrunpy.run_path({PROGRAM!r}, run_name='__main__')\n"
+        "import hashlib\nstate = torch.load(sys.argv[1] + '/checkpoint.pt', weights_only=False)\n"
+        "bytes = b''.join(v.numpy().tobytes() for v in state['model'].values()) + torch.get_rng_state().numpy().tobytes()\n"
+        "print(hashlib.sha256(bytes).hexdigest(), hasattr(sys, 'own'))\n"
+    )
+    order = {"log": f"{tmp_path}/log", "out": str(tmp_path), "whole": True, "kill": None}
+    path = os.pathsep.join([str(BOOT), str(tmp_path / "own")])
+    start = [str(tmp_path / "program.py"), str(tmp_path / "with"), "none"]
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=path, HVDTRAIN_AUDIT=json.dumps(order))
+    recorded = subprocess.check_output([sys.executable, *start], env=env, text=True, timeout=300).splitlines()[-1]
+    start = [forked.__file__, "run", server, "1", start[0], str(tmp_path / "without"), "none"]
+    plain = subprocess.check_output([sys.executable, *start], env=environment(), text=True, timeout=300).splitlines()[
+        -1
+    ]
+    assert recorded.split() == [plain.split()[0], "True"]
+    assert len(next(tmp_path.glob("log.0.*")).read_text().splitlines()) == 36 + 12
