@@ -135,3 +135,22 @@ def test_the_index_of_evidence_has_every_page():
     index = (ROOT / "docs" / "evidence" / "index.md").read_text()
     names = {page.name for page in (ROOT / "docs" / "evidence").glob("*.md")} - {"index.md"}
     assert {name for name in names if f"]({name})" not in index} == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "row", "names"),
+    [
+        ("README.md", "killed, on two ranks", ["torch's recipe", "accelerate", "hvdtrain"]),
+        (
+            "docs/compared.md",
+            "the bits of an uninterrupted run",
+            ["torch's recipe", "accelerate", "Fabric", None, "hvdtrain"],
+        ),
+    ],
+)
+def test_comparisons_repeat_what_was_measured_of_peers(page, row, names):
+    measured = (ROOT / "docs/evidence/peers.md").read_text().replace("**", "")
+    bits = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| 2 \|(?: [^|]+ \|){3} (\d of \d) \|", measured, re.M))
+    (line,) = re.findall(rf"^\| {row}.*$", (ROOT / page).read_text().replace("**", ""), re.M)
+    for cell, name in zip(line.strip("| ").split(" | ")[1:], names, strict=True):
+        assert name is None or cell.startswith(bits[name]), name
