@@ -47,6 +47,7 @@ from hvdtrain.output.clock import Clock, RankTimes
 from hvdtrain.output.metric_names import PHASES
 from hvdtrain.output.run_output import versions
 
+ON_LARGE_GPUS = {"gpt2": 32, "resnet50": 256}  # batch sizes, as hvdtrain.lm and hvdtrain.imagenet have them there
 POOL_BATCHES = 4  # size of the pool of random samples, in batches
 # Images float32 [b, channels, side, side] and labels int64 [b]; or tokens and next tokens, int64 [b, t]. On the device.
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -59,7 +60,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add = parser.add_argument
     models = f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50; with --np convnet)"
     add("--model", help=models)
-    add("--batch-size", type=cli.positive_int, help="per rank (default: convnet 64, gpt 12, others 32)")
+    add(
+        "--batch-size",
+        type=cli.positive_int,
+        help="per rank (default: 32, convnet 64, gpt 12; on GPUs of 70 GiB gpt2 32, resnet50 256)",
+    )
     add("--image-size", type=cli.positive_int, help="pixels (default: 224; inception_v3 299; convnet 28)")
     add("--amp", choices=cli.AMP, default="off", help="compute in this type where it is safe")
     add("--channels-last", action="store_true", help="store images as height, width, channel")
@@ -81,6 +86,8 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     flags = parser.parse(argv)
     flags.model = flags.model or ("convnet" if flags.np else "resnet50")
     flags.repeats = flags.repeats or (5 if flags.np else 10)
+    if flags.batch_size is None and flags.model in ON_LARGE_GPUS:
+        flags.on_large_gpus(batch_size=ON_LARGE_GPUS[flags.model])
     measuring.settle(flags)
     if flags.model in gpt.SIZES:
         for name in ("image_size", "channels_last"):
@@ -148,8 +155,10 @@ class Trainer:
             self.optimizer.zero_grad()
             with others.micro_batch([self.replica], [self.optimizer], 0, 1):
                 with self.autocast:
-                    logits = self.forward(inputs)
-                    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())  # of images, or of each token
+                    of_tokens = targets.ndim > 1
+                    loss = (
+                        self.forward(inputs, targets) if of_tokens else F.cross_entropy(self.forward(inputs), targets)
+                    )
                 self.scaler.scale(loss).backward()
             clock.mark("compute", others.gradients_ready_at)
             with others.synchronized(self.optimizer):
@@ -245,7 +254,8 @@ def built(flags: Flags, engine: Engine) -> tuple[nn.Module, Batches]:
     model: nn.Module
     if flags.model in gpt.SIZES:
         classes, shape = gpt.VOCABULARIES[flags.model], (gpt.SIZES[flags.model].context,)
-        model = gpt.GPT(gpt.SIZES[flags.model], classes)
+        rows = gpt.padded(classes) if flags.model == "gpt2" else classes
+        model = gpt.GPT(gpt.SIZES[flags.model], classes, rows=rows)
     elif flags.model in convnet.MODELS:
         classes, shape = 10, (1, 28, 28)
         model = convnet.MODELS[flags.model]()
@@ -264,6 +274,7 @@ def main() -> int:
     if flags.np:
         return scaling.run(flags)
     with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
+        flags.settle(engine.gpu_bytes)
         flags.compression = precision.choose_compression(engine, flags.compression)
         flags.amp = precision.choose_amp(engine, flags.amp)
         with engine.raising_together("start"):

@@ -18,6 +18,7 @@ MAY_CHANGE = frozenset({
     *("profile", "resume", "step_timeout", "tensorboard", "threads", "track", "tuning", "verbose", "weights", "evaluate"),
     *("predict", "mirror", "mirror_timeout", "find_non_finite"),
 })  # fmt: skip
+LARGE_GPU = 70 * 2**30  # bytes: of 80 GB and more
 OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
 
 
@@ -36,6 +37,7 @@ class Flags(argparse.Namespace):
         self._parser, self._words = parser, words
         self._typed: dict[str, object] = {}
         self._engine_reason = ""
+        self._on_large_gpus: dict[str, object] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # Without the parser, whose types may be functions that cannot be sent to a data set's worker.
@@ -67,6 +69,14 @@ class Flags(argparse.Namespace):
         """Set a flag that was not given, from the number of ranks."""
         setattr(self, name, value)
         self._derived |= {name}
+
+    def on_large_gpus(self, **values: object) -> None:
+        """Set these flags, which were not given, where each rank has a GPU of at least LARGE_GPU bytes: `settle` does."""
+        self._on_large_gpus = values
+
+    def settle(self, gpu_bytes: int) -> None:
+        """Set the flags that follow from the memory of the smallest GPU; 0: a rank has none."""
+        vars(self).update(self._on_large_gpus if gpu_bytes >= LARGE_GPU else {})
 
     def adopt(self, config: Mapping[str, object]) -> None:
         """With --evaluate: set each flag that was not given to the value that it had in the run. Raises UserError.

@@ -85,7 +85,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     # For the first five, see describe_data.
     parser.may_change_on_resume("dataset", "data_dir", "train_shards", "test_shards", "train_samples")
     parser.may_change_on_resume("compile", "max_corrupt", "memory_format", "workers")
-    return parser.parse(argv, RECIPES)
+    flags = parser.parse(argv, RECIPES)
+    known = (flags.recipe, flags.model) == ("cosine", "resnet50") and flags.image_size <= 224  # to fit
+    if known and flags.evaluate is None and parser.parse(argv).batch_size is None:
+        flags.on_large_gpus(batch_size=256)  # at 64, the host is the limit (docs/evidence/gpus.md)
+    return flags
 
 
 def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -> Tensor:

@@ -25,8 +25,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint, contents, mirror
@@ -38,7 +36,7 @@ from hvdtrain.engines.lines import result, warn
 from hvdtrain.flags import Flags
 from hvdtrain.loop import optimizers
 from hvdtrain.models.compiling import compiled
-from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
+from hvdtrain.models.gpt import GPT, SIZES, Sizes, loss_of, padded
 from hvdtrain.output.clock import matrix_product_rate
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
@@ -55,7 +53,7 @@ RECIPES: dict[str, dict[str, object]] = {
     ),
 }  # fmt: skip
 GLOBAL_BATCH = {"shakespeare-cpu": 12, "gpt2": 480}  # windows in a step, over all ranks
-LARGEST_BATCH = 12  # windows per rank in one forward pass
+LARGEST_BATCH, ON_LARGE_GPUS = 12, 32  # windows per rank in one forward pass
 SIZE_FLAGS = [field.name for field in fields(Sizes)]
 
 
@@ -93,7 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser.set_help(
         epochs="passes through the text, instead of --steps",
         batch_size="sequences per rank and micro-batch (default: those of the recipe's step, shared by the ranks)",
-        accumulate="micro-batches per step (default: as many as keep at most 12 sequences in one)",
+        accumulate="micro-batches per step (default: at most 12 sequences in one, 32 on GPUs of 70 GiB)",
     )
     parser.may_change_on_resume("text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
     flags = parser.parse(argv, RECIPES)
@@ -105,8 +103,19 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     if flags.width % flags.heads:
         raise UserError(f"--width {flags.width} is not a multiple of --heads {flags.heads}", everywhere=True)
     if flags.evaluate is None:
+        of_gpt2 = all(getattr(flags, name) == getattr(SIZES["gpt2"], name) for name in SIZE_FLAGS)
+        automatic = flags.recipe == "gpt2" and of_gpt2 and flags.batch_size is None and flags.accumulate is None
         share_batch(flags, announced().size)
+        if automatic:
+            share = flags.batch_size * flags.accumulate
+            fewer = micro_batches(share, ON_LARGE_GPUS)
+            flags.on_large_gpus(accumulate=fewer, batch_size=share // fewer)
     return flags
+
+
+def micro_batches(share: int, most: int) -> int:
+    """Return in how few equal micro-batches a rank takes its `share` of a step, with at most `most` windows in each."""
+    return next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most)
 
 
 def share_batch(flags: Flags, ranks: int) -> None:
@@ -121,7 +130,7 @@ def share_batch(flags: Flags, ranks: int) -> None:
         message = f"a step of --recipe {flags.recipe} has {total} sequences, which {ranks} ranks cannot share equally"
         raise UserError(f"{message}: give --batch-size, of each rank, or use -np {fitting}", everywhere=True)
     if flags.accumulate is None:
-        flags.accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= LARGEST_BATCH)
+        flags.accumulate = micro_batches(share, LARGEST_BATCH)
     flags.batch_size, rest = divmod(share, flags.accumulate)
     if rest:
         message = f"--accumulate {flags.accumulate} does not divide a rank's {share} sequences of a step"
@@ -164,13 +173,6 @@ def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     return optimizers.with_fused(torch.optim.AdamW, optimizers.decay_groups(net), **settings)
 
 
-def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Return the cross-entropy of logits [b, t, v] with targets [b, t], without ignored tokens."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=text.IGNORED, reduction=reduction
-    )
-
-
 def train(flags: Flags, run: training.Run, data: text.Text) -> None:
     """Train and evaluate for --steps or --epochs. A collective."""
     context, state = flags.context, run.state
@@ -193,7 +195,7 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
             step.lr = learning_rate(state.step, steps, flags)
             for batch in step.batches():
                 inputs, targets = run.to_device(*text.windows(data.train, batch.indices, context))
-                step.backward(loss_of(model(inputs), targets))
+                step.backward(model(inputs, targets))
             step.update(clip_norm=flags.clip_norm)
         count = text.all_windows(data.validation, context)
         with run.evaluating(count, prefix="validation") as mine:

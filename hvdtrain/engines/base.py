@@ -43,6 +43,7 @@ class Engine(Broadcasts):
     local_rank: int  # this rank's number on its host, from 0
     local_size: int
     activity: Activity  # what the main thread is doing
+    gpu_bytes = 0  # memory of the smallest GPU among those of all ranks; 0: a rank has none
     notes: list[str]  # automatic decisions with their reasons; printed once at the start
     of_all_ranks = True  # or of some of them (parts.py)
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks

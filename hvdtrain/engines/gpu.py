@@ -103,11 +103,13 @@ def of_local_rank(local_rank: int, gpus: int) -> torch.device:
 
 
 def require_own(engine: Engine) -> None:
-    """Raise UserError on every rank if two ranks have the same GPU, or some a GPU and some none. A collective."""
-    if engine.size == 1:
-        return
+    """Raise UserError on every rank if two ranks have the same GPU, or some a GPU and some none. Note the memory of the
+    smallest. A collective."""
     shared = ranks_share_gpus(os.environ)
     places = [RankDevice(*row) for row in engine.all_gather_object(rank_device(engine.device), "gpus")]
+    engine.gpu_bytes = min(place.memory for place in places) // (MOST_ON_ONE if shared else 1)
+    if engine.size == 1:
+        return
     if refusal := conflict(places, shared):
         raise UserError(refusal, everywhere=True)
     if shared and conflict(places, False):
@@ -118,12 +120,13 @@ def require_own(engine: Engine) -> None:
 
 class RankDevice(NamedTuple):
     """What a rank computes on. bus: the PCI address of its GPU, which slices of it (MIG) share; its UUID where torch
-    does not say; else empty. boot: tells machines of one name from each other."""
+    does not say; else empty. boot: tells machines of one name from each other. memory: bytes of the GPU."""
 
     host: str
     device: str  # "cpu" or "cuda"
     bus: str = ""
     boot: str = ""
+    memory: int = 0
 
 
 def rank_device(device: torch.device) -> RankDevice:
@@ -132,7 +135,8 @@ def rank_device(device: torch.device) -> RankDevice:
         return RankDevice(socket.gethostname(), device.type)
     about = torch.cuda.get_device_properties(device)
     bus = ":".join(str(getattr(about, f"pci_{part}_id", "")) for part in ("domain", "bus", "device")).strip(":")
-    return RankDevice(socket.gethostname(), device.type, bus or str(getattr(about, "uuid", "")), processes.boot_id())
+    bus = bus or str(getattr(about, "uuid", ""))
+    return RankDevice(socket.gethostname(), device.type, bus, processes.boot_id(), about.total_memory)
 
 
 def pci_address(device: torch.device) -> str:

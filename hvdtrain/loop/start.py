@@ -97,6 +97,7 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
                 deterministic=flags.deterministic,
             )
             engine.reason = flags.engine_reason
+            flags.settle(engine.gpu_bytes)
             starting.engine = stack.enter_context(engine)
             run = stack.enter_context(started(engine, flags, directions, named=metrics is not None))
         yield run

@@ -39,8 +39,9 @@ def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") 
     """Compile `model` for training, and return it. Raises UserError.
 
     Its blocks are compiled one by one, because the gradients of compiled code are ready all at once, at its end: of a model
-    compiled as one, no gradient would be reduced during the backward pass. What is around the blocks is not compiled, which
-    gained nothing (docs/evidence/gpus.md). In evaluation mode, the model runs as before.
+    compiled as one, no gradient would be reduced during the backward pass. A method `end` is compiled as another block: what
+    follows them up to the loss, of a model that has it. What is around the blocks of others is not compiled, which gained
+    nothing (docs/evidence/gpus.md). In evaluation mode, the model runs as before.
     """
     require_compiler(device)
     if isinstance(model, nn.DataParallel):  # copies the modules in each step, and with them the compiled calls
@@ -51,15 +52,18 @@ def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") 
     setattr(limits, name, max(MOST_COMPILATIONS, getattr(limits, name)))
     for block in list(blocks(model)) or [model]:
         # Not `nn.Module.compile`: the layers' names and the state_dict stay, but evaluations and samples would be compiled.
-        block.forward = _in_training(block, torch.compile(block.forward, dynamic=False, backend=backend))
+        block.forward = _in_training(block, block.forward, backend)
+    end: Any = getattr(model, "end", None)
+    if end is not None:
+        vars(model)["end"] = _in_training(model, end, backend)
     return model
 
 
-def _in_training(module: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `module.forward` that calls `fast` in training mode."""
-    eager = module.forward
+def _in_training(module: nn.Module, eager: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """Return `eager`, a method of `module`, that is compiled for training mode."""
+    fast = torch.compile(eager, dynamic=False, backend=backend)
 
-    def forward(*inputs: Any, **named: Any) -> Any:
+    def method(*inputs: Any, **named: Any) -> Any:
         return (fast if module.training else eager)(*inputs, **named)
 
-    return forward
+    return method

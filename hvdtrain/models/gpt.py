@@ -2,6 +2,7 @@
 
     model = GPT(SIZES["shakespeare-cpu"], vocabulary=65)
     logits = model(tokens)      # int64 [b, t], t <= context  ->  [b, t, vocabulary]
+    loss = model(tokens, targets)   # int64 [b, t], -100 where none counts  ->  the mean
 
 Weights start as GPT-2's do at its width, 768: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output
 joins the residual stream, so that the stream's variance does not grow with depth. At other widths these deviations are
@@ -42,6 +43,11 @@ VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # for 
 def padded(vocabulary: int) -> int:
     """Return the next multiple of 64: 50,304 for GPT-2's 50,257, as in nanoGPT."""
     return -(-vocabulary // 64) * 64
+
+
+def loss_of(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross-entropy of logits [b, t, v] with targets [b, t], without those of -100."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 class Block(nn.Module):
@@ -86,7 +92,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT model. Input: tokens, int64 [b, t] with t <= context. Output: logits of the next tokens, [b, t, rows].
+    """A GPT model. Input: tokens, int64 [b, t] with t <= context. Output: logits of the next tokens, [b, t, rows], or their
+    mean loss if targets are given.
 
     rows: of the token embedding, at least `vocabulary` (default). The logits of the rest are learned to be low, and never
     sampled. GPUs multiply matrices fastest whose sides are multiples of 64 (`padded`).
@@ -109,12 +116,17 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         stream = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         stream = F.dropout(stream, self.dropout, self.training) if self.dropout else stream
         for block in self.blocks:
             stream = block(stream)
-        return F.linear(self.norm(stream), self.tokens.weight if self.head is None else self.head.weight)
+        return self.end(stream, targets)
+
+    def end(self, stream: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits or loss. Compiled as a whole, it has no logits of float32: GPT-2's are 2.5 GB for 12 sequences."""
+        logits = F.linear(self.norm(stream), self.tokens.weight if self.head is None else self.head.weight)
+        return logits if targets is None else loss_of(logits, targets)
 
     def flops_per_token(self) -> int:
         """Return the number of floating-point operations per token for forward and backward, at full context.

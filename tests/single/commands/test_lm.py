@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hvdtrain import lm
+from hvdtrain import benchmark, imagenet, lm
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import UserError
 from tests.facts import sound_facts
@@ -43,6 +43,30 @@ def test_the_recipe_keeps_its_windows_on_any_number_of_ranks():
     assert lm.parse(["--accumulate", "3"]).batch_size == 4
     given = lm.parse(["--batch-size", "7"])
     assert (given.batch_size, given.accumulate) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("parse", "words", "expected"),
+    [
+        (lm.parse, "--recipe gpt2", (32, 15)),  # the same 480 sequences
+        (lm.parse, "--recipe gpt2 --accumulate 60", (8, 60)),
+        (lm.parse, "--recipe gpt2 --layers 36", (12, 40)),  # it may be too large
+        (lm.parse, "", (12, 1)),
+        (imagenet.parse, "", (256, 1)),
+        (imagenet.parse, "--batch-size 64", (64, 1)),
+        (imagenet.parse, "--model vit_l_16", (64, 1)),
+        (benchmark.parse, "--model gpt2", (32, 1)),
+        (benchmark.parse, "--model gpt2 --batch-size 4", (4, 1)),
+        (benchmark.parse, "--model resnet50", (256, 1)),
+    ],
+)
+def test_batches_are_larger_on_gpus_with_the_memory_for_them(parse, words, expected):
+    flags = parse(words.split())
+    before = flags.batch_size
+    flags.settle(40 * 2**30)
+    assert flags.batch_size == before
+    flags.settle(80 * 10**9)
+    assert (flags.batch_size, getattr(flags, "accumulate", 1)) == expected
 
 
 def test_ranks_that_cannot_share_the_windows_are_told_so():

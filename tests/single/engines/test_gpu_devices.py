@@ -228,14 +228,22 @@ def test_ranks_with_one_gpu_or_with_and_without_are_named(places, expected, shar
 
 
 def test_a_place_has_the_address_of_its_gpu(monkeypatch):
-    about = SimpleNamespace(pci_domain_id=0, pci_bus_id=65, pci_device_id=0, uuid="1a-2b")
+    about = SimpleNamespace(pci_domain_id=0, pci_bus_id=65, pci_device_id=0, uuid="1a-2b", total_memory=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     host, boot = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "0:65:0", boot)
-    assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "", "")
+    assert gpu.rank_device(torch.device("cuda", 0)) == (host, "cuda", "0:65:0", boot, 80)
+    assert gpu.rank_device(torch.device("cpu")) == (host, "cpu", "", "", 0)
     assert gpu.pci_address(torch.device("cuda", 0)) == "0000:41:00.0"
-    about = SimpleNamespace(uuid="1a-2b")  # as an older torch has it
+    about = SimpleNamespace(uuid="1a-2b", total_memory=80)  # as an older torch has it
     assert gpu.rank_device(torch.device("cuda", 0)).bus == "1a-2b"
+
+
+@pytest.mark.parametrize(("shared", "expected"), [("", 40), ("1", 20)])
+def test_the_memory_that_each_rank_has_is_that_of_the_smallest_gpu(shared, expected, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+    monkeypatch.setattr(gpu, "rank_device", lambda device: gpu.RankDevice("x", "cuda"))
+    gpu.require_own(engine := Rank([("x", *GPU_A, "", 80), ("x", *GPU_B, "", 40)]))
+    assert engine.gpu_bytes == expected
 
 
 def test_more_than_two_ranks_on_a_gpu_are_refused_where_two_are_accepted():

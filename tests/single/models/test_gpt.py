@@ -157,6 +157,8 @@ def test_rows_that_stand_for_no_token_are_never_sampled():
     assert [padded(count) for count in (1, 64, 65, 50_257)] == [64, 64, 128, 50_304]
     torch.manual_seed(1)
     model = GPT(Sizes(layers=1, heads=2, width=8, context=16), 7, rows=64)
+    inputs, targets = batch(7, 16)
+    assert torch.equal(model(inputs, targets), loss_of(model, inputs, targets))
     assert model(torch.zeros(1, 1, dtype=torch.int64)).shape == (1, 1, 64)
     assert set(model.continued([1], 100, temperature=10.0, seed=1)) == set(range(7))
 
