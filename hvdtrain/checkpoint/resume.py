@@ -404,8 +404,9 @@ class Resume:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
         for name, there, here in self.lengthened:
-            remedy = "training continues, and a learning rate that depends on the end follows the new end"
-            self.output.say(f"{name} {here} instead of {there}: {remedy}")
+            so = "training continues" if here > there else "training ends earlier"
+            follows = "a learning rate that depends on the end follows the new end"
+            self.output.say(f"{name} {here} instead of {there}: {so}, and {follows}")
         self.output.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")
         self.output.event(
             "resume", epoch=state.epoch + 1, step=state.step, samples=state.samples, taken=state.samples_of_epoch,

@@ -173,7 +173,7 @@ class Run:
             raise refusal("prepared twice")
         if self.metrics_logger.dataset is None:
             name = Path(self.flags.program).stem
-            self.describe_data(name, f"{name}'s own")
+            self.describe_data(name, f"from the program {name}")
         micro_batches = passes_per_step(self.initial.global_batch, self.size, self.flags.batch_size)
         names = [""] * len(parts) + list(named)
         parts = (*parts, *named.values())
@@ -275,6 +275,8 @@ class Run:
         self.checkpoints.resumed_epoch.note(self.state)
         if self._has_ended():
             return
+        if self.checkpoints.resume.facts is not None and (count or steps) and not self.length.is_left(self.state):
+            self.say("this run has finished: more epochs or steps continue it, another --output-dir begins a new one")
         while self.length.is_left(self.state):
             if self.length.goals and self.length.reached(self.evaluation, metrics):
                 break
@@ -614,6 +616,10 @@ class Run:
         if best := self.best:
             file = {"checkpoint": name_of(best.step)} if self.checkpoints.writes else {}
             extra["best"] = dict(metric=best.metric, value=best.value, epoch=best.epoch + 1, step=best.step) | file
+            if not self.metrics_logger.only_evaluates:
+                where = f": checkpoints/{name_of(best.step)}" if file else ""
+                value = self.metrics_logger.show(best.metric, best.value)
+                self.say(f"best {best.metric} {value}, of epoch {best.epoch + 1}{where}")
         self.metrics_logger.end(self._shared.prepared.models if self._shared is not None else [], extra)
         if unsaved:
             raise Failure(unsaved)

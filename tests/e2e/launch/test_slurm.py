@@ -57,23 +57,27 @@ def edited(tmp_path: Path, edits: dict[str, str]) -> Path:
 
 
 def train(tmp_path: Path) -> str:
-    program = f"python -m hvdtrain.mnist --dataset digits --threads 1 --no-progress --output-dir {tmp_path}/out"
-    return f"program=({program})"
+    program = "python -m hvdtrain.mnist --dataset digits --threads 1 --no-progress --output-dir $output"
+    return f"output={tmp_path}/out; program=({program})"
 
 
 PROGRAM, HOW = r"^program=\(.*\)(?= # EDIT)", r"^how=starter"
 
 
 @pytest.mark.parametrize(
-    ("how", "transport"), [("starter", "Gloo"), ("forked", "Gloo"), ("mpirun", "MPI"), ("pmix", "MPI")]
-)
-def test_trains_on_two_nodes(cluster, how, transport, tmp_path):
+    ("how", "engine"),
+    [
+        ("starter", "horovod over Gloo"), ("forked", "horovod over Gloo"), ("torchrun", "ddp"),
+        ("mpirun", "horovod over MPI"), ("pmix", "horovod over MPI"),
+    ],
+)  # fmt: skip
+def test_trains_on_two_nodes(cluster, how, engine, tmp_path):
     if how == "pmix":
         has_or_skip(cluster, "pmix")
     edits = {HOW: f"how={how}", PROGRAM: train(tmp_path), r"^interface=''": "interface=eth0"}
     state, log = cluster.batch(edited(tmp_path, edits), 120, CANARY_TOKEN="s3cret")
     assert state == "COMPLETED", log
-    assert f"2 ranks on 2 hosts, horovod over {transport}" in log
+    assert f"2 ranks on 2 hosts, {engine}" in log
     assert [rank["host"] for rank in events(tmp_path / "out", "start")[0]["ranks"]] == ["a", "b"]
     assert summary(tmp_path / "out")["world_size"] == 2
 
@@ -232,9 +236,9 @@ def training(cluster, tmp_path):
     """Submit a training without an end; return its number and a function that waits for an event of its record."""
     jobs = []
 
-    def start(partition: str = "test") -> tuple[str, Callable[[str], dict]]:
+    def start(how: str = "starter", partition: str = "test") -> tuple[str, Callable[[str], dict]]:
         program = train(tmp_path).replace(")", " --epochs 100000)")
-        edits = {PROGRAM: program, r"^interface=''": "interface=eth0", r"--partition=gpu\b": f"--partition={partition}"}
+        edits = {HOW: f"how={how}", PROGRAM: program, r"^interface=''": "interface=eth0", r"--partition=gpu\b": f"--partition={partition}"}
         jobs.append(cluster("a", "sbatch", "--parsable", str(edited(tmp_path, edits))).stdout.strip())
         log, until = tmp_path / f"hvdtrain-{jobs[0]}.log", time.monotonic() + 150
 
@@ -253,26 +257,32 @@ def training(cluster, tmp_path):
         cluster.wait_for_end(job, 60)
 
 
-def test_training_goes_on_where_the_signal_stopped_it(cluster, training):
+@pytest.mark.parametrize("how", ["starter", "torchrun"])
+def test_training_goes_on_where_the_signal_stopped_it(cluster, training, how):
     """hvdtrain.mnist: checkpoint at the signal (sent here at once, not at a limit), requeued, resumed."""
-    job, wait_for = training()
+    job, wait_for = training(how)
     cluster("a", "scancel", "--signal=USR1", "--batch", job)
     assert wait_for("resume")["step"] == wait_for("stop")["step"] > 0
 
 
-@pytest.mark.parametrize("partition", ["requeue", "cancel", "requeue_at_once", "cancel_at_once"])
-def test_preempted_and_resumed(cluster, training, partition):
+@pytest.mark.parametrize(
+    ("how", "partition"),
+    [("starter", partition) for partition in ("requeue", "cancel", "requeue_at_once", "cancel_at_once")]
+    + [("torchrun", "requeue"), ("torchrun", "cancel_at_once")],
+)
+def test_preempted_and_resumed(cluster, training, how, partition):
     """The partitions are in tests/e2e/slurm.py: by PreemptMode, with a GraceTime of 60 s or none."""
-    _, wait_for = training(partition)
+    _, wait_for = training(how, partition)
     urgent = cluster("a", "srun", "--partition=urgent", "-N2", "--exclusive", "true", timeout=100)
     assert urgent.code == 0, urgent
     assert urgent.seconds < 40, "the job was killed at the end of its GraceTime"
     assert wait_for("resume")["step"] == wait_for("stop")["step"] > 0
 
 
-def test_scancel_is_the_end(cluster, training, tmp_path):
+@pytest.mark.parametrize("how", ["starter", "torchrun"])
+def test_scancel_is_the_end(cluster, training, how, tmp_path):
     """Slurm sends SIGTERM as for preemption: the run saves, and is not started again."""
-    job, wait_for = training()
+    job, wait_for = training(how)
     cluster("a", "scancel", job)
     cluster.wait_for_end(job, 60)
     assert wait_for("stop")["step"] > 0
