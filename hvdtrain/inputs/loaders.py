@@ -194,7 +194,7 @@ def require_usable(given: DataLoader[Any]) -> None:
     """Raise UserError for a DataLoader whose own way of iterating would not be used, or which does not load batches."""
     for name in ("__iter__", "_get_iterator"):
         if getattr(type(given), name) is not getattr(DataLoader, name) and not is_stateful(given):
-            remedy = "use DataLoader, with its work in collate_fn or in the loop over step.batches()"
+            remedy = "use DataLoader, with its work in collate_fn or in the loop"
             raise UserError(f"the DataLoader is a {type(given).__name__}, whose own {name} is not called: {remedy}")
     if isinstance(given.dataset, IterableDataset):
         return

@@ -147,7 +147,7 @@ def loader(
         timeout=timeout if workers else 0,
         prefetch_factor=prefetch_factor if workers else None,
         pin_memory=device.type != "cpu",
-        collate_fn=_as_it_is,  # by default, torch would make lists of tuples
+        collate_fn=as_it_is,  # by default, torch would make lists of tuples
         generator=generator,
         persistent_workers=persistent and workers > 0,
         **(worker_options(worker_init) if workers else {}),
@@ -162,7 +162,7 @@ def worker_options(worker_init: Callable[[int], None] | None) -> dict[str, Any]:
     return {"multiprocessing_context": "forkserver", "worker_init_fn": init}
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
     return batch
 
 
@@ -201,11 +201,16 @@ def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, wo
     os.sched_setaffinity(0, cores)
     for number in IGNORED_SIGNALS:  # torch installs a handler for SIGTERM
         signal.signal(number, signal.SIG_IGN)
-    info: Any = get_worker_info()
-    if isinstance(held := getattr(info, "dataset", None), Travels):  # the script asks for its own
-        object.__setattr__(info, "dataset", held.dataset)  # its attributes are read-only
+    show_own_dataset()
     if worker_init is not None:
         worker_init(worker)
+
+
+def show_own_dataset() -> None:
+    """Let `get_worker_info().dataset` be the program's own, in a worker."""
+    info: Any = get_worker_info()
+    if isinstance(batches := getattr(info, "dataset", None), Travels):
+        object.__setattr__(info, "dataset", batches.dataset)  # its attributes are read-only
 
 
 def _end_with_rank() -> None:

@@ -1,5 +1,6 @@
 """The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from itertools import islice
@@ -23,17 +24,19 @@ class Drawn:
     """The batches of indices that a sampler draws in each epoch; of a plain sampler, one batch.
 
     The constructor is a collective. Raises UserError for a sampler whose order differs between ranks, or could not be drawn
-    again after a restart. count: number of samples of the data set.
+    again after a restart. engine: None in a loop without one, where ranks can't be compared. count: number of samples of
+    the data set.
     """
 
-    def __init__(self, engine: Engine, sampler: Any, seed: int, count: int, *, in_batches: bool):
+    def __init__(self, engine: Engine | None, sampler: Any, seed: int, count: int, *, in_batches: bool):
         self._sampler, self._seed, self._count, self._in_batches = sampler, seed, count, in_batches
         self._kind = type(sampler).__name__
         self._drawn: dict[int, list[Tensor]] = {}
-        with engine.raising_together("sampler"):  # else ranks would wait for one whose sampler alone is refused
+        self._engine = engine
+        # Else ranks would wait for one whose sampler alone is refused.
+        with engine.raising_together("sampler") if engine else contextlib.nullcontext():
             first = self._checked()
         self.samples = sum(map(len, first))  # per epoch
-        self._engine = engine
         self.require_equal(digest_of(first))
 
     def _checked(self) -> list[Tensor]:
@@ -62,7 +65,8 @@ class Drawn:
     def require_equal(self, digest: int) -> None:
         """Raise UserError on every rank if they have drawn other orders. A collective."""
         remedy = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
-        self._engine.require_equal(f"the order that {self._kind} draws", digest, remedy)
+        if self._engine:
+            self._engine.require_equal(f"the order that {self._kind} draws", digest, remedy)
 
     def batches(self, seed: int, epoch: int) -> list[Tensor]:
         """Return the batches of `epoch`, each int64 [b]. seed: ignored; the one given to the constructor is used."""
@@ -70,10 +74,8 @@ class Drawn:
             drawn = self._draw(epoch)
             if (count := sum(map(len, drawn))) != self.samples:
                 message = f"draws {count} samples in epoch {epoch + 1}, and {self.samples} in the first"
-                raise UserError(
-                    f"the DataLoader's {self._kind} {message}: draw as many in each, or write run.steps(..., changes=True)",
-                    everywhere=True,
-                )
+                remedy = "draw as many in each" + (", or write run.steps(..., changes=True)" if self._engine else "")
+                raise UserError(f"the DataLoader's {self._kind} {message}: {remedy}", everywhere=True)
             self._drawn = {known: held for known, held in self._drawn.items() if known >= epoch - 1}
             self._drawn[epoch] = drawn
         return self._drawn[epoch]
@@ -119,7 +121,8 @@ class Drawn:
         drawn = list(islice(iter(self._sampler), most + 1))
         if len(drawn) > most:
             message = f"draws more than {most:,} times in an epoch of {self._count:,} samples, as one without an end"
-            remedy = "let it end after an epoch, and give the number of steps to run.epochs(steps=NUMBER)"
+            steps = ", and give the number of steps to run.epochs(steps=NUMBER)" if self._engine else ""
+            remedy = f"let it end after an epoch{steps}"
             raise UserError(f"the DataLoader's {self._kind} {message}: {remedy}")
         return drawn
 
@@ -184,7 +187,7 @@ def has_own_sampler(data: Any) -> bool:
     return not (plain and len(sampler) == len(sampler.data_source) == count)
 
 
-def drawn(engine: Engine, given: DataLoader[Any], seed: int) -> Drawn:
+def drawn(engine: Engine | None, given: DataLoader[Any], seed: int) -> Drawn:
     """Return the order that the DataLoader's sampler or batch sampler draws. A collective. Raises UserError."""
     whole = given.batch_size is None
     count = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length

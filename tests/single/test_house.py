@@ -34,7 +34,7 @@ SAME_NAME = {"parts", "start", "images", "mnist"}  # files: only to become fewer
 ALIKE = {  # files whose names differ in their endings: only to become fewer
     frozenset(pair.split("/"))
     for pair in ("export/exporting", "tuned/tuning", "gpu/gpus", "sharding/shards", "run/runs",
-                 "checkpoint/checkpoints")
+                 "checkpoint/checkpoints", "loader/loaders")
 }  # fmt: skip
 
 
