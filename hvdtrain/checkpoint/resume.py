@@ -404,7 +404,8 @@ class Resume:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
         for name, there, here in self.lengthened:
-            so = "training continues" if here > there else "training ends earlier"
+            earlier = isinstance(here, int) and isinstance(there, int) and here < there
+            so = "training ends earlier" if earlier else "training continues"
             follows = "a learning rate that depends on the end follows the new end"
             self.output.say(f"{name} {here} instead of {there}: {so}, and {follows}")
         self.output.say(f"resumed after step {state.step} and {state.samples:,} samples, in epoch {epoch}")

@@ -616,10 +616,6 @@ class Run:
         if best := self.best:
             file = {"checkpoint": name_of(best.step)} if self.checkpoints.writes else {}
             extra["best"] = dict(metric=best.metric, value=best.value, epoch=best.epoch + 1, step=best.step) | file
-            if not self.metrics_logger.only_evaluates:
-                where = f": checkpoints/{name_of(best.step)}" if file else ""
-                value = self.metrics_logger.show(best.metric, best.value)
-                self.say(f"best {best.metric} {value}, of epoch {best.epoch + 1}{where}")
         self.metrics_logger.end(self._shared.prepared.models if self._shared is not None else [], extra)
         if unsaved:
             raise Failure(unsaved)

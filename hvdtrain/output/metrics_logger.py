@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -139,9 +139,9 @@ class MetricsLogger:
             if int(getattr(what, "n_averaged", 1)) == 0:
                 yield f"{name} has averaged nothing: call {name}.update_parameters(model) after step.update()"
 
-    def end(self, models: Sequence[nn.Module], extra: Mapping[str, object]) -> None:
+    def end(self, models: Sequence[nn.Module], extra: Mapping[str, Any]) -> None:
         """Write summary.json and the `end` event: position, last evaluation, hash of the models, and the
-        fields in `extra`. A collective."""
+        fields in `extra`. Print which epoch is the best. A collective."""
         state, engine = self._state, self._engine
         prefix = f"{state.prefix}_" if state.prefix else ""
         fields: dict[str, object] = dict(dataset=self.dataset, engine=engine.name, world_size=engine.size)
@@ -154,3 +154,7 @@ class MetricsLogger:
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
         self._output.end({**fields, **extra, **self.summary})
+        if (best := extra.get("best")) and not self.only_evaluates:
+            where = f": checkpoints/{best['checkpoint']}" if "checkpoint" in best else ""
+            value = self.show(best["metric"], best["value"])
+            self._output.say(f"best {best['metric']} {value}, of epoch {best['epoch']}{where}")

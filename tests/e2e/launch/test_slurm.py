@@ -238,7 +238,12 @@ def training(cluster, tmp_path):
 
     def start(how: str = "starter", partition: str = "test") -> tuple[str, Callable[[str], dict]]:
         program = train(tmp_path).replace(")", " --epochs 100000)")
-        edits = {HOW: f"how={how}", PROGRAM: program, r"^interface=''": "interface=eth0", r"--partition=gpu\b": f"--partition={partition}"}
+        edits = {
+            HOW: f"how={how}",
+            PROGRAM: program,
+            r"^interface=''": "interface=eth0",
+            r"--partition=gpu\b": f"--partition={partition}",
+        }
         jobs.append(cluster("a", "sbatch", "--parsable", str(edited(tmp_path, edits))).stdout.strip())
         log, until = tmp_path / f"hvdtrain-{jobs[0]}.log", time.monotonic() + 150
 

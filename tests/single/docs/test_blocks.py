@@ -21,6 +21,8 @@ BLOCKS = [
 RUN_IN = {  # what a block holds -> the test that runs it
     "split_dataset_by_node": "tests/single/training/test_streams_of_libraries.py",
     "ppo_loss": "test_ppo_learns",
+    "states.clear()": "test_parts_of_sequences_carry_the_hidden_state_on",
+    "1.1**step.number": "test_a_search_for_the_learning_rate_ends_where_the_loss_explodes",
     "torch.compile": "test_a_compiled_model",
     "run.predict": "test_predictions",
     "wandb.init": "test_weights_and_biases",
@@ -81,6 +83,44 @@ def test_ppo_learns():
 
 
 # ---- others
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRU(1, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x, hidden=None):
+        output, hidden = self.cell(x, hidden)
+        return self.out(output), hidden
+
+
+def test_parts_of_sequences_carry_the_hidden_state_on():
+    """The first number of a sequence is asked for at its end, three parts later: it is known by the state alone."""
+    first = torch.randint(2, (256, 1))
+    x = torch.cat([first, torch.zeros(256, 11)], 1).unsqueeze(2)
+    with training.start(flags_for(epochs=30, batch_size=32)) as run:
+        net, _ = run.prepare(inner := Recurrent(), torch.optim.Adam(inner.parameters(), lr=0.02))
+        train = DataLoader(TensorDataset(x, first.expand(256, 12)), 32, shuffle=True)
+        scope = dict(run=run, LENGTH=12, PART=4, net=net, states={}, F=F, train=train)
+        for _ in run.epochs(30):
+            exec(block("states.clear()"), scope)
+        assert run.state.step == 240
+    hidden, output = None, torch.empty(0)
+    for start in range(0, 12, 4):
+        output, hidden = inner(x[:, start : start + 4], hidden)
+    assert (output[:, -1].argmax(1) == first[:, 0]).float().mean() > 0.95
+
+
+def test_a_search_for_the_learning_rate_ends_where_the_loss_explodes():
+    with training.start(flags_for(epochs=100, batch_size=16)) as run:
+        net, optimizer = run.prepare(inner := nn.Linear(3, 3), torch.optim.SGD(inner.parameters(), lr=1.0))
+        train = DataLoader(TensorDataset(X, torch.arange(N) % 3), 16)
+        scope = dict(run=run, optimizer=optimizer, net=net, F=F, train=train, lowest=float("inf"))
+        for _ in run.epochs(100):
+            exec(block("1.1**step.number"), scope)
+    assert run.exit_code == 75
+    assert 1 < optimizer.param_groups[0]["lr"] < 1e6
 
 
 @pytest.mark.slow  # it imports torch's compiler

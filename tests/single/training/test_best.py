@@ -64,6 +64,20 @@ def test_a_run_that_early_stopping_has_ended_trains_no_more(at_head, tmp_path, c
     assert longer[-1] == (8, (8, 0.95))
 
 
+def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_path, capsys):
+    program(tmp_path, epochs=4, patience=None)
+    best = "best score 0.9000, of epoch 3: checkpoints/step-"
+    assert best in capsys.readouterr().out.splitlines()[-1]
+    assert program(tmp_path, epochs=4, patience=None) == []
+    *_, finished, last = capsys.readouterr().out.splitlines()
+    assert (finished.split(":")[0], best in last) == ("this run has finished", True)
+    with pytest.raises(UserError, match=r"for 2 epochs, but epoch 4 has been reached"):
+        program(tmp_path, epochs=2, patience=None)
+    assert "training continues" not in capsys.readouterr().out
+    program(tmp_path, epochs=0, patience=None)  # no training is wanted
+    assert "has finished" not in capsys.readouterr().out
+
+
 def test_a_killed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     with pytest.raises(Killed):
         program(tmp_path, stop_in=3)
