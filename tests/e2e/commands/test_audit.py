@@ -64,7 +64,7 @@ def test_hvdtrain_resumes(launcher, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_tool_kills_at_the_file_events_of_a_save(ranks, tmp_path):
-    """ckpt-chaos knows files alone: a kill at an event of each save, or with a file cut off in the middle."""
+    """ckpt-chaos knows files alone: it kills when a folder or file is made, renamed or removed."""
     pytest.importorskip("ckpt_chaos", reason="pip install ckpt-chaos==0.1.8")
     program = "-m hvdtrain.mnist --dataset digits --epochs 1 --checkpoint-steps 3 --no-progress --output-dir {out}"
     weights = "import json; print(json.load(open('{out}/summary.json'))['parameters_sha256'])"
@@ -74,4 +74,5 @@ def test_another_tool_kills_at_the_file_events_of_a_save(ranks, tmp_path):
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done
-    assert "8 PASS" in done.stdout.replace("PASS: 8", "8 PASS"), done
+    # Four of some thirty events, and a run without a kill. It tears no file of ours: it knows other ways to write one.
+    assert "PASS: 5" in done.stdout, done
