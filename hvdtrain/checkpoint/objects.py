@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.checksums import checksum
 from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import own_name
 from hvdtrain.engines.portable import to_json
 from hvdtrain.loop.optim import redone
@@ -182,11 +182,7 @@ class Objects:
         remedy = "use one that keeps all of its state on every rank"
         with self._engine.raising_together("optimizer states"):
             for optimizer in self._prepared.optimizers:
-                try:
-                    state = optimizer.state_dict()["state"]
-                except RuntimeError as error:  # of torch's ZeroRedundancyOptimizer
-                    what = type(optimizer).__name__
-                    raise UserError(f"the state of {what} cannot be saved ({one_line(error)}): {remedy}") from error
+                state = optimizer.state_dict()["state"]
                 with contents.storable(*contents.about_optimizer(optimizer)):
                     packed = to_json(state, lambda tensor: int(checksum(tensor)))
                 sums.append(hashlib.sha256(json.dumps(packed).encode()).hexdigest() if state else "")

@@ -74,7 +74,11 @@ class Broadcasts(Collectives):
 
     def broadcast_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy rank 0's optimizer state and settings to every rank. If rank 0 has no state yet, neither has any rank."""
-        local, sent = optimizer.state_dict(), list[Tensor]()
+        try:
+            local, sent = optimizer.state_dict(), list[Tensor]()
+        except RuntimeError as error:  # of torch's ZeroRedundancyOptimizer
+            message = f"the state of {type(optimizer).__name__} cannot be read ({error})"
+            raise UserError(f"{message}: use one that keeps all of its state on every rank", everywhere=True) from error
 
         def put(tensor: Tensor) -> int:
             sent.append(tensor)

@@ -95,4 +95,4 @@ class Counts:
         step = f"step {self._number}"
         if not self.given:
             return f"{step}: the collate_fn left no sample of all ranks: leave such samples out of the Dataset"
-        return f"{step}: step.backward(count=...) was 0 on all ranks: leave such samples out"
+        return f"{step}: step.backward(count=...) was 0 or less over all ranks: leave such samples out"

@@ -62,7 +62,7 @@ def zero(parameters):
             lambda parameters: Shares(parameters, 0.1),
             "the state of Shares differs between ranks 0 and 1, and",
         ),
-        (zero, "the state of ZeroRedundancyOptimizer cannot be saved"),
+        (zero, "the state of ZeroRedundancyOptimizer cannot be read"),
     ],
 )
 def test_an_optimizer_that_shares_out_its_state_is_refused_at_the_first_checkpoint(
@@ -76,7 +76,7 @@ def test_an_optimizer_that_shares_out_its_state_is_refused_at_the_first_checkpoi
         net = nn.Linear(3, 1)
         model, _ = run.prepare(net, make(net.parameters()))
         fit(run, [X], lambda step, x: model(x).square().mean())
-    assert run.state.step == 2
+    assert run.state.step == (2 if make is not zero else 0)  # the first checkpoint, or run.prepare
 
 
 # ---- buffers

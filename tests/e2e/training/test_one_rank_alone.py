@@ -105,7 +105,10 @@ def test_a_restart_by_torchrun_meets_anew_and_resumes(tmp_path):
     """The ranks looked for each other at the ports of those before, and hung."""
     start = TORCHRUN.format(ranks=2).replace("torchrun ", "torchrun --max-restarts 1 ", 1)
     done = run(
-        "is killed once", start, tmp_path, f"--step-timeout 20 --checkpoint-steps 2 --output-dir {tmp_path / 'out'}"
+        "is killed once",
+        start,
+        tmp_path,
+        f"--step-timeout 20 --batch-size 4 --checkpoint-steps 2 --output-dir {tmp_path / 'out'}",
     )
     assert done.code == 0, done
     assert re.search("resumed after step [24] ", done.stdout), done

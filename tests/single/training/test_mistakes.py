@@ -275,7 +275,7 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
         "the output instead of its loss": (
             {'model(**batch)["loss"]': "model(**batch)"}, r"step.backward\(\) got a dict, not a scalar: give it the loss in it"),
         "no items counted": (
-            {'batch["labels"] >= 0': 'batch["labels"] > 1'}, r"step.backward\(count=...\) was 0 on all ranks"),
+            {'batch["labels"] >= 0': 'batch["labels"] > 1'}, r"step.backward\(count=...\) was 0 or less over all ranks"),
     },
     "semi": {
         "a name misspelt": (
