@@ -356,7 +356,7 @@ class Step:
         shared, prepared = self._shared, self._shared.prepared
         if self._batch is not None:
             raise UserError(
-                f"step {self.number}: step.update() before the loop over step.batches() has ended: let it end, without break"
+                f"step {self.number}: step.update() inside the loop over step.batches(), or after a break: let it end first"
             )
         chosen = list(self._reduced) if optimizer is None else [prepared.own(optimizer)]
         if not chosen or chosen[0] not in self._reduced:
