@@ -106,6 +106,8 @@ class Parser(argparse.ArgumentParser):
             said = "--deterministic cannot go with --tuning off, with which Horovod sums gradients as they become ready"
             raise UserError(f"{said}: leave one of them out, or use --engine ddp", everywhere=True)
         settle_local_steps(flags)
+        if given.get("virtual_ranks") is not None:
+            refuse_beside_virtual_ranks(flags)
         if given.get("mirror") and given["evaluate"] is not None:
             raise UserError("--mirror is for training: leave it out with --evaluate", everywhere=True)
         if is_url(given.get("resume")) and given["output_dir"] is None:
@@ -152,6 +154,20 @@ def settle_local_steps(flags: argparse.Namespace) -> None:
     flags.sync_within = flags.sync_within or "rank"
     flags.outer_lr = 1.0 if flags.outer_lr is None else flags.outer_lr
     flags.outer_momentum = 0.5 if flags.outer_momentum is None else flags.outer_momentum
+
+
+def refuse_beside_virtual_ranks(flags: argparse.Namespace) -> None:
+    """Raise UserError for flags with which the bits would depend on the number of processes."""
+    others = (
+        ("--engine dataparallel", flags.engine == "dataparallel", "use --engine horovod, ddp or serial"),
+        (f"--sync-every {flags.sync_every}", flags.sync_every > 1, "leave one of them out"),
+        (f"--compression {flags.compression}", flags.compression != "none", "leave one of them out"),
+        ("--gradient-predivide-factor", flags.gradient_predivide_factor is not None, "leave one of them out"),
+        ("--evaluate", flags.evaluate is not None, "leave --virtual-ranks out"),
+    )
+    for what, given, remedy in others:
+        if given:
+            raise UserError(f"--virtual-ranks {flags.virtual_ranks} cannot go with {what}: {remedy}", everywhere=True)
 
 
 def resumed(text: str) -> str | Path:
@@ -223,6 +239,8 @@ def add_run(group: Parser) -> None:
         help="divide gradients by this before the sum over ranks (default: 1; more with --compression fp16)")
     add("--reduction", choices=("average", "sum"), default="average",
         help="how gradients are reduced over ranks (default: average)")
+    add("--virtual-ranks", type=positive_int, metavar="V",
+        help="the same bits as V ranks, on any smaller number of processes (default: as many ranks as processes)")
     add("--sync-every", type=positive_int, default=1, metavar="H",
         help="exchange weights every H steps, which each rank takes alone, instead of gradients in every step (default: 1)")
     add("--sync-within", choices=("rank", "host"),

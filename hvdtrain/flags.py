@@ -19,7 +19,8 @@ MAY_CHANGE = frozenset({
     *("predict", "mirror", "mirror_timeout", "find_non_finite"),
 })  # fmt: skip
 LARGE_GPU = 70 * 2**30  # bytes: of 80 GB and more
-OF_TRAINING = frozenset({"compile", "target_accuracy"})  # flags that --evaluate does not take from the run
+# Flags that --evaluate does not take from the run.
+OF_TRAINING = frozenset({"compile", "target_accuracy", "virtual_ranks"})
 
 
 class Flags(argparse.Namespace):

@@ -105,7 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     if flags.evaluate is None:
         of_gpt2 = all(getattr(flags, name) == getattr(SIZES["gpt2"], name) for name in SIZE_FLAGS)
         automatic = flags.recipe == "gpt2" and of_gpt2 and flags.batch_size is None and flags.accumulate is None
-        share_batch(flags, announced().size)
+        share_batch(flags, flags.virtual_ranks or announced().size)
         if automatic:
             share = flags.batch_size * flags.accumulate
             fewer = micro_batches(share, ON_LARGE_GPUS)

@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         if getattr(flags, name) is None:
             setattr(flags, name, value)
     if flags.batch_size is None:
-        flags.derive("batch_size", shared_batch(announced().size))
+        flags.derive("batch_size", shared_batch(flags.virtual_ranks or announced().size))
     return flags
 
 

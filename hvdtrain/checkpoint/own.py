@@ -8,7 +8,6 @@ Whoever has something of its own, such as buffers or generators of random number
 dictionaries of all ranks of the checkpoint, so that a provider can say what becomes of them on another number of ranks.
 """
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,8 +81,8 @@ class Own:
         self._engine, self._same = engine, same
         # A checkpoint has a dictionary of each of `count` ranks. This process has the states of `ranks`: inside of
         # `as_rank(number)`, providers return and take that of one of them.
-        self.ranks, self.count = [engine.rank], engine.size
-        self.as_rank: Callable[[int], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self.ranks: Sequence[int] = engine.own
+        self.count, self.as_rank = engine.size, engine.as_rank
         self._providers: dict[str, Provider] = {}
         self._saved: list[dict[str, tuple[Any, Tensor]]] | None = None  # of a run that is resumed, until it trains
         self._read_back = False  # whether the first checkpoint of this run was

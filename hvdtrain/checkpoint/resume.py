@@ -400,7 +400,7 @@ class Resume:
                 f"now up to {per_rank} per rank"
             )
         before, engine = self.facts["engine"], self.engine
-        if before != engine.name and max(self.facts["world_size"], engine.size) > 1:
+        if before != engine.name and max(self.facts["world_size"], engine.size) > 1 and not engine.takes_turns:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
         for name, there, here in self.lengthened:

@@ -171,8 +171,11 @@ def from_rank_zero(engine: Engine, tensor: Tensor, name: str) -> Tensor:
 def open_synthetic(
     engine: Engine, side: int, batch_size: int, classes: int, train_count: int, test_count: int
 ) -> Source:
-    """Return a source whose batches all consist of the same `batch_size` random images, different on each rank."""
-    generator = torch.Generator().manual_seed(engine.rank)
+    """Return a source whose batches all consist of the same `batch_size` random images, different on each process.
+
+    Where ranks take turns, all have the same, as these may not depend on the number of processes.
+    """
+    generator = torch.Generator().manual_seed(0 if engine.takes_turns else engine.rank)
     images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(
         engine.device
     )

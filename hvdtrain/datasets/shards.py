@@ -256,8 +256,8 @@ def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -
 
     expected: the number of samples of each shard, where it is known. Raises UserError on every rank.
     """
-    mine, made = index_share(engine, names)
-    shards, tables, made_in_all = gather(engine, mine, made)
+    mine, made = index_share(engine.processes, names)
+    shards, tables, made_in_all = gather(engine.processes, mine, made)
     damaged, identity = [], {}
     for shard, short in zip(shards, short_names(names), strict=True):
         name, wanted = names[shard.number], expected[shard.number]

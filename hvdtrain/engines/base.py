@@ -49,7 +49,9 @@ class Engine(Broadcasts):
     tells_missing_gradients: ClassVar[bool] = False  # a gradient missing on one rank becomes NaN on all ranks
     # When this rank computed its last gradient (`time.perf_counter`), once a micro-batch is done; None: at its end.
     gradients_ready_at: float | None = None
-    begin_backward: Callable[[Tensor], None] | None = None  # called with a loss right before its backward pass
+    # Called right before a backward pass, with its loss and the optimizers whose gradients it computes.
+    begin_backward: Callable[[Tensor, Sequence[torch.optim.Optimizer]], None] | None = None
+    takes_turns: ClassVar[bool] = False  # a process computes several ranks, one after the other (virtual.py)
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:
         """Connect to the other ranks. `rank`, `size`, `launcher`: from the launcher's variables; the engine may correct
@@ -66,6 +68,31 @@ class Engine(Broadcasts):
     def ranks(self) -> Sequence[int]:
         """Return what numbers these ranks have in the run."""
         return range(self.size)
+
+    @property
+    def processes(self) -> "Engine":
+        """The processes of the run, each of which is a rank, unless they take turns."""
+        return self
+
+    @property
+    def own(self) -> Sequence[int]:
+        """The ranks that this process computes: one, unless they take turns."""
+        return (self.rank,)
+
+    def take_turn(self, rank: int | None) -> None:  # nothing to do, if they take none
+        """Go on as this rank of `own`; None: as what all ranks have in common. Every process calls it at the same points."""
+
+    def as_rank(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which what differs between ranks is that of this rank of `own`. No collectives inside."""
+        return contextlib.nullcontext()
+
+    def all_gather_ranks(self, rows: Sequence[Tensor], name: str) -> Tensor:
+        """Return the rows of all ranks, [size, ...]. rows: of each rank of `own`."""
+        return self.all_gather(rows[0], name)
+
+    def sum_of_ranks(self, rows: Tensor, name: str) -> Tensor:
+        """Return the sum over all ranks. rows: of each rank of `own`."""
+        return self.sum(rows[0], name)
 
     @abstractmethod
     def choose_device(self, wanted: str) -> torch.device:

@@ -44,6 +44,13 @@ class Collectives(ABC):
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         """Copy rank 0's `tensor` to every rank, in place."""
 
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
+        """Give each rank its part of `tensor` ([n], in equal parts), and return what all ranks have given to this one.
+
+        lengths: of each rank's part.
+        """
+
     # ---- built of them
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:

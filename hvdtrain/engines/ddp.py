@@ -311,7 +311,7 @@ class DdpEngine(Engine):
         # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.
         self.gradients_ready_at = max((model.hook.ready for model in self._models), default=0.0) or None
 
-    def begin_backward(self, loss: Tensor) -> None:
+    def begin_backward(self, loss: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._has_loss = True
         if self._reduces:
             for model in self._models:
@@ -343,6 +343,14 @@ class DdpEngine(Engine):
         parts = [torch.empty_like(sent) for _ in range(self.size)]
         torch.distributed.all_gather(parts, sent, group=self._group)
         return torch.stack(parts).reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
+
+    @collective
+    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
+        received, sent = tensor.new_empty(sum(lengths)), as_carried(tensor)
+        width = len(sent) // len(tensor)  # of a number, in elements that are carried
+        splits = [width * length for length in lengths], [len(sent) // self.size] * self.size
+        torch.distributed.all_to_all_single(as_carried(received), sent, *splits, group=self._group)
+        return received
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:

@@ -214,6 +214,11 @@ class HorovodEngine(Engine):
         return gathered.reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
+    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
+        received: Tensor = self.hvd.alltoall(as_carried(tensor, by_horovod(tensor.dtype)), name=name)
+        return received.view(tensor.dtype)
+
+    @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         with written(tensor, by_horovod(tensor.dtype)) as sent:
             self.hvd.broadcast_(sent, root_rank=0, name=name)

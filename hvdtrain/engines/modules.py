@@ -49,6 +49,8 @@ def kind_of(tensor: Tensor) -> str:
 
 # ---- buffers
 
+COUNTER = "num_batches_tracked"  # of the batches that a batch norm's statistics are of
+
 
 def floating_buffers(models: Sequence[nn.Module]) -> Iterable[Tensor]:
     """Return the floating-point buffers of all models, in order, without sparse ones."""

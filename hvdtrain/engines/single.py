@@ -1,5 +1,7 @@
 """The engines with one process: `serial` on one device, `dataparallel` on all GPUs of this machine."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,9 @@ class SerialEngine(Engine):
 
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         return tensor.unsqueeze(0)
+
+    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
+        return tensor
 
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         pass

@@ -45,7 +45,7 @@ def compare(
     first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)
     who = " and ".join(map(name_of, unlike))
     message = f"{who} has different weights than the other ranks"
-    if votes * 2 <= engine.size:
+    if votes * 2 <= len(rows):
         differ = f"{who} differs from the other ranks"
         message = f"the weights differ between ranks, and no majority says which are right ({differ})"
     since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"

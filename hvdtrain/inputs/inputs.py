@@ -51,6 +51,7 @@ class Input(ABC):
     changes = False  # another epoch may have other data
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
+    only_one_rank = ""  # what these data are, if a process cannot read them for several ranks (--virtual-ranks)
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
     batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
     # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
@@ -79,7 +80,7 @@ class Input(ABC):
         return Plan(
             self.samples, self.per_epoch, flags.seed, epochs, engine.rank, engine.size, flags.batch_size,
             flags.accumulate, initial.global_batch, state.epoch, state.samples_of_epoch, self.indices_on, self.order,
-            self.batches, initial.ranks * initial.accumulate,
+            self.batches, initial.ranks * initial.accumulate, engine.own,
         )  # fmt: skip
 
     def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:

@@ -37,20 +37,26 @@ class Plan:
     # (seed, epoch) -> batches that stay whole; takes precedence
     batches: Callable[[int, int], list[Tensor]] | None = None
     batches_per_step: int = 1  # of these, over all ranks
+    own: Sequence[int] = ()  # ranks that this process computes, if they take turns; (): `rank`
 
     def epoch(self, epoch: int) -> Iterator[PlannedStep]:
-        """Return this rank's remaining steps of `epoch`."""
+        """Return this process's remaining steps of `epoch`: in each, the passes of its first rank, then of its next one."""
+        if len(self.own) <= 1:
+            return self._of_rank(epoch, self.rank)
+        return map(in_turns, zip(*(self._of_rank(epoch, rank) for rank in self.own), strict=True))
+
+    def _of_rank(self, epoch: int, rank: int) -> Iterator[PlannedStep]:
         if self.batches is not None:
             whole = self.batches(self.seed, epoch)
             left = batches_after(whole, self.taken) if epoch == self.first_epoch else whole
             if left is None:
                 done = f"{self.taken} samples of this epoch are done, where no batch ends: use the same batch_sampler"
                 raise UserError(f"the checkpoint does not match the batches: {done}", everywhere=True)
-            return steps_of_batches(left, self.rank, self.size, self.batches_per_step)
+            return steps_of_batches(left, rank, self.size, self.batches_per_step)
         order = self.order(self.seed, epoch) if self.order else epoch_order(self.total, self.seed, epoch)
         order = order[: self.per_epoch].to(self.device)
         rest = order[self.taken :] if epoch == self.first_epoch else order
-        return steps(rest, self.rank, self.size, self.batch_size, self.accumulate, self.global_batch)
+        return steps(rest, rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
     def of_epoch(self, epoch: int) -> "Plan":
         """Return the plan of the remaining steps of `epoch` alone."""
@@ -71,6 +77,11 @@ class Plan:
             for step in self.epoch(epoch):
                 for batch in step.batches:
                     yield epoch, batch
+
+
+def in_turns(of_ranks: Sequence[PlannedStep]) -> PlannedStep:
+    """Return one step for ranks that take turns in a process."""
+    return PlannedStep([batch for step in of_ranks for batch in step.batches], of_ranks[0].count)
 
 
 # ---- batches that stay whole, as of a batch_sampler

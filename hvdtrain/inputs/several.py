@@ -56,6 +56,8 @@ class Together(dict[str, Any]):
 class Several(Input):
     """Several inputs in one step, by name. Batches are dictionaries with a part for each. Raises UserError."""
 
+    only_one_rank = "several data sets in a step"
+
     def __init__(self, kinds: Sequence[Kind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
         """kinds: of the parts."""
         self._parts: dict[str, Part] = {}

@@ -303,6 +303,7 @@ class Stream(Input):
     """
 
     samples = per_epoch = 0
+    only_one_rank = "a stream"
 
     def __init__(self, engine: Engine, given: Any, seed: int, batch_size: int, output: Any):
         if isinstance(given, DataLoader):

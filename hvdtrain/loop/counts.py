@@ -43,15 +43,16 @@ class Counts:
             self._multiply(self._factor(list(self._counts[optimizers[0]].values())), optimizers)
 
     def _factor(self, counts: Sequence[Tensor | float]) -> Tensor | float:
-        """Return the number of samples by that of items, over all ranks. counts: of this rank's backward passes."""
+        """Return the number of samples by that of items, over all ranks. counts: of the backward passes of each own rank."""
         if (device := self._engine.device).type != "cpu":  # the sum stays there, on every rank
-            own = torch.zeros((), dtype=torch.float64, device=device)
-            for count in counts:
-                own += to_device(count, device)  # a tensor, or a number
+            own = torch.zeros(len(self._engine.own), dtype=torch.float64, device=device)
+            for number, count in enumerate(counts):
+                own[number * len(own) // len(counts)] += to_device(count, device)  # a tensor, or a number
             whole = self._of_all(own)
             self.least = whole if self.least is None else torch.minimum(whole, self.least)
             return (self._samples / whole).float()  # infinite without items, which `require_some` explains
-        items = sum(float(count) for count in counts)
+        passes = len(counts) // len(self._engine.own)
+        items = [sum(map(float, counts[at : at + passes])) for at in range(0, len(counts), passes)]
         total = float(self._of_all(torch.tensor(items, dtype=torch.float64)))
         if total <= 0:
             raise UserError(self._none())
@@ -86,9 +87,9 @@ class Counts:
             torch._foreach_mul_(gradients, factor)
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """Return the number of items over the ranks that average their gradients, of which this rank has `own`. Where these
-        are some of all, they may have none: their gradients are zero, to be divided by 1."""
-        total = self._engine.sum(own, "tokens")
+        """Return the number of items over the ranks that average their gradients, of which those of this process have `own`.
+        Where these are some of all, they may have none: their gradients are zero, to be divided by 1."""
+        total = self._engine.sum_of_ranks(own, "tokens")
         return total if self._engine.of_all_ranks else torch.where(total > 0, total, torch.ones_like(total))
 
     def _none(self) -> str:

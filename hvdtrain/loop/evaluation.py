@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ from hvdtrain.checkpoint.checksums import checksums
 from hvdtrain.engines.accelerators import read, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import kind_of, own_name, prefixes, running_statistics, statistics_of_layer
+from hvdtrain.engines.modules import COUNTER, kind_of, own_name, prefixes, running_statistics, statistics_of_layer
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
+from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 
 class CutShort(BaseException):
@@ -92,44 +94,86 @@ def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
     )
 
 
+@dataclass
+class Recorded:
+    """What one rank has recorded, by name."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor | float] = field(default_factory=dict)  # the sum of `count`, if that was given
+    rows: dict[str, int] = field(default_factory=dict)  # the number of values that were given one for each sample
+    rows_in_sums: dict[str, int] = field(
+        default_factory=dict
+    )  # the number of samples in batches of which a sum was given
+    samples: int = 0  # in the batches yielded so far
+
+    def counted(self, name: str) -> int:
+        """Return by how many samples the sum of a metric is divided: as many as there are values of it, where a collate_fn
+        makes several of a sample. Raises UserError."""
+        if name not in self.rows:
+            return self.samples
+        rows = self.rows[name] + self.rows_in_sums.get(name, 0)
+        if rows % self.samples if self.samples else rows:
+            remedy = "give a value for each sample, or their sum, or count=, the number of values"
+            raise UserError(f"run.record({name}=...) got {rows} values for {self.samples} samples: {remedy}")
+        return rows
+
+
 class Evaluation:
     """The state of one `Run.evaluating` block.
 
-    data: see there. batches: of it, on this rank; None: it is a number of samples. heartbeat: called for each
-    batch. means: notices those that are given without their count.
+    data: see there. batches: returns those of `data` of a rank. heartbeat: called for each batch. means: notices those
+    that are given without their count. seeds: of the random numbers, with the rank.
     """
 
     def __init__(
-        self, engine: Engine, data: Any, batches: Iterator[Batch] | None, heartbeat: Callable[[], None], means: Means
+        self, engine: Engine, data: Any, batches: Callable[[Any], Iterator[Batch]], heartbeat: Callable[[], None],
+        means: Means, seeds: tuple[object, ...] = (),
     ):  # fmt: skip
-        self._engine, self._data, self._loaded, self._heartbeat = engine, data, batches, heartbeat
-        self._means = means
-        self.whole = batches is None  # the script has one part of a number of samples, not batches
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor | float] = {}  # by name, the sum of `count`, if that was given
-        self._samples = 0  # of this rank, in the batches yielded so far
-        self._in_batch = 0  # of these, in the current batch
-        self._rows: dict[str, int] = {}  # by name, the number of values that were given one for each sample
-        self._rows_in_sums: dict[str, int] = {}  # by name, the number of samples in batches of which a sum was given
+        self._engine, self._data, self._load, self._heartbeat = engine, data, batches, heartbeat
+        self._means, self._seeds = means, seeds
+        # Whether the script has one part of a number of samples, not batches.
+        self.whole = isinstance(data, int) and not isinstance(data, bool)
+        seed_generators(mixed_seed(*seeds, engine.rank), engine.device)
+        self._recorded = {rank: Recorded() for rank in engine.own}
+        self._in_batch = 0  # samples in the current batch
         self._indices: Tensor | None = None  # of the current batch, if there is one
 
     def mine(self) -> Any:
         """Return this rank's part of the data: a slice, or an iterator over batches."""
-        if self._loaded is None:
-            return slice(self._engine.rank, self._data, self._engine.size)
-        return self._batches(self._loaded)
+        engine = self._engine
+        if not self.whole:
+            return self._batches(self._loaded(engine.rank))
+        # The script computes its one part at once. Where this process has several ranks, that is all samples.
+        part = slice(0, self._data) if engine.takes_turns else slice(engine.rank, self._data, engine.size)
+        self._recorded[engine.rank].samples = len(range(self._data)[part])
+        return part
 
-    def _batches(self, loaded: Iterator[Batch]) -> Iterator[Any]:
-        for batch in loaded:
-            self._heartbeat()
-            self._samples += batch.count
-            self._in_batch = batch.count
-            self._indices = batch.indices
-            yield batch.data
+    def _loaded(self, rank: int) -> Iterator[Batch]:
+        """Return the batches of one of this process's ranks, whose turn begins."""
+        self._begin_turn(rank)
+        return self._load(self._data)
+
+    def _begin_turn(self, rank: int | None) -> None:
+        if self._engine.takes_turns:
+            self._engine.take_turn(rank)
+            seed_generators(mixed_seed(*self._seeds, "all" if rank is None else rank), self._engine.device)
+
+    def end_turns(self) -> None:
+        """Let all ranks have the same buffers and random numbers again. A collective, if ranks take turns."""
+        self._begin_turn(None)
+
+    def _batches(self, of_first: Iterator[Batch]) -> Iterator[Any]:
+        for turn, rank in enumerate(self._engine.own):
+            for batch in self._loaded(rank) if turn else of_first:
+                self._heartbeat()
+                self._recorded[rank].samples += batch.count
+                self._in_batch = batch.count
+                self._indices = batch.indices
+                yield batch.data
 
     def rows(self) -> Tensor:
         """Return the indices of the samples of the current batch, int64 [b]; of a number of samples, all of this rank's."""
-        if self._loaded is None:
+        if self.whole:
             return torch.arange(self._data)[self.mine()]
         if self._indices is None:
             raise UserError("run.predict() before the first batch: call it in the loop over the batches")
@@ -138,11 +182,12 @@ class Evaluation:
     def add(self, values: Mapping[str, Any], count: Tensor | float | None) -> None:
         """Add values: sums over samples, or one value per sample. count: the number of items in each of these sums."""
         self._heartbeat()
+        tally = self._recorded[self._engine.rank]
         for name, value in values.items():
-            if name in self._sums and (count is not None) != (name in self._counts):
+            if name in tally.sums and (count is not None) != (name in tally.counts):
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
             given = recorded("run.record", name, value)
-            samples = self._held() if self.whole else self._in_batch
+            samples = tally.samples if self.whole else self._in_batch
             if (
                 not given.ndim
                 and samples > 1
@@ -151,43 +196,33 @@ class Evaluation:
                 remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
                 raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
             if given.ndim and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1):
-                self._rows[name] = self._rows.get(name, 0) + len(given)
+                tally.rows[name] = tally.rows.get(name, 0) + len(given)
             else:
-                self._rows_in_sums[name] = self._rows_in_sums.get(name, 0) + self._in_batch
+                tally.rows_in_sums[name] = tally.rows_in_sums.get(name, 0) + self._in_batch
             given = given.to(torch.float64)
             if given.ndim > 1 and given.numel() and count is None:  # of a sample's pixels, tokens or labels: their mean
                 given = given.flatten(1).mean(1)
             total = given.sum()
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            tally.sums[name] = tally.sums[name] + total if name in tally.sums else total
             if count is not None:
-                self._counts[name] = self._counts[name] + count if name in self._counts else count
+                tally.counts[name] = tally.counts[name] + count if name in tally.counts else count
         self._means.stop()
-
-    def _counted(self, name: str) -> int:
-        """Return by how many samples of this rank the sum of a metric is divided: as many as there are values of it, where a
-        collate_fn makes several of a sample. Raises UserError."""
-        samples = self._held()
-        if name not in self._rows:
-            return samples
-        rows = self._rows[name] + self._rows_in_sums.get(name, 0)
-        if rows % samples if samples else rows:
-            remedy = "give a value for each sample, or their sum, or count=, the number of values"
-            raise UserError(f"run.record({name}=...) got {rows} values for {samples} samples: {remedy}")
-        return rows
-
-    def _held(self) -> int:
-        """Return how many samples this rank has; of a loader, so far."""
-        return len(range(self._data)[self.mine()]) if self._loaded is None else self._samples
 
     def means(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
         every rank."""
         names, counted = self._names()
-        own = [self._sums.get(name, 0.0) for name in names] + [self._counts.get(name, 0.0) for name in counted]
+        recorded_by = list(self._recorded.values())
+        if self.whole and self._engine.takes_turns and 0 not in self._recorded:
+            recorded_by = [Recorded()] * len(recorded_by)  # each process has computed all: those of the first count
         with self._engine.raising_together("evaluate.rows"):
-            rows = [0 if name in counted else self._counted(name) for name in names]
-        mine = torch.tensor([*read(own), *rows], dtype=torch.float64)
-        sums = self._engine.sum(mine, "evaluate").tolist()
+            rows = [[0 if name in counted else tally.counted(name) for name in names] for tally in recorded_by]
+        of_ranks = [
+            read([tally.sums.get(name, 0.0) for name in names] + [tally.counts.get(name, 0.0) for name in counted])
+            for tally in recorded_by
+        ]
+        own = torch.tensor([sums + counts for sums, counts in zip(of_ranks, rows, strict=True)], dtype=torch.float64)
+        sums = self._engine.sum_of_ranks(own, "evaluate").tolist()
         counts = dict(zip(names, sums[-len(names) :], strict=True))
         counts |= dict(zip(counted, sums[len(names) : -len(names)], strict=True))
         totals = [counts[name] for name in names]
@@ -200,8 +235,8 @@ class Evaluation:
         """Return the names of all sums, and of those with a `count`: a rank without samples has recorded nothing. A
         collective. Raises UserError on every rank."""
         split = None if self.whole else split_of(getattr(self._data, "dataset", None))
-        mine = [list(self._sums), list(self._counts), split, self._held()]
-        everyone = self._engine.all_gather_object(mine, "evaluate.names")
+        mine = [[list(one.sums), list(one.counts), split, one.samples] for one in self._recorded.values()]
+        everyone = [one for own in self._engine.all_gather_object(mine, "evaluate.names") for one in own]
         if any(theirs[2] != split for theirs in everyone):
             raise UserError(
                 f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
@@ -236,7 +271,6 @@ def evaluation_modes(models: Sequence[nn.Module]) -> Iterator[None]:
 
 # ---- the buffers, of which each rank has its own
 
-COUNTER = "num_batches_tracked"  # of the batches that a batch norm's statistics are of
 NONE: Mapping[str, nn.Module] = {}
 BUFFER_ALIKE = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
 

@@ -37,6 +37,9 @@ def gather(engine: Engine, rows: Tensor, batch: Batch | None) -> Tensor:
     batch: the current one of a step, if there is one. Raises UserError on every rank if the rows are of different shapes or
     types.
     """
+    if engine.takes_turns:
+        remedy = "compute the loss from the samples of one rank"
+        raise UserError(f"--virtual-ranks cannot go with run.gather(), as ranks take turns: {remedy}", everywhere=True)
     if not isinstance(rows, Tensor) or not rows.ndim:
         what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
         raise UserError(f"run.gather() got {what}: give it a tensor with a row for each sample")

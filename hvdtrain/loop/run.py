@@ -22,7 +22,7 @@ from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.inputs import Input
-from hvdtrain.inputs.sharding import mixed_seed, passes_per_step, seed_generators
+from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import Data, data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
@@ -496,10 +496,8 @@ class Run:
             # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
             modules = averaged if prepared.weights_of_all is None else {}
             self.buffers.share((self.state.epoch, self.state.step, self.in_steps), modules)
-        whole, means = isinstance(data, int) and not isinstance(data, bool), Means()
-        batches = None if whole else self.data.evaluated(data)
-        self._evaluation = evaluation = Evaluation(self.engine, data, batches, self._go_on, means)
-        seed_generators(mixed_seed(self.flags.seed, "evaluate", self.state.step, self.rank), self.device)
+        seeds, means = (self.flags.seed, "evaluate", self.state.step), Means()
+        self._evaluation = evaluation = Evaluation(self.engine, data, self.data.evaluated, self._go_on, means, seeds)
         try:
             during = self.engine.activity.during("evaluation")
             modes = evaluation_modes([*prepared.replicas, *averaged.values()])
@@ -509,6 +507,7 @@ class Run:
             pass
         finally:
             self._evaluation = None
+        evaluation.end_turns()
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self.in_steps and self.stopping.is_asked_anywhere():

@@ -149,6 +149,10 @@ def features_of(
         from hvdtrain.features.profile import Utilization
 
         features.append(Utilization())
+    if flags.virtual_ranks is not None:
+        from hvdtrain.features.virtual_ranks import VirtualFeature
+
+        features.append(VirtualFeature(engine, flags))
     features.append(ScheduleRules())
     return features
 
@@ -183,6 +187,11 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         track_as=(flags.track, flags.program) if flags.track else None,
     )
     mirror = mirrored(engine, flags, output)
+    processes = engine
+    if flags.virtual_ranks is not None:
+        from hvdtrain.features.virtual_ranks import virtual_ranks_on
+
+        engine = virtual_ranks_on(processes, flags)
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output, mirror)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
@@ -202,9 +211,9 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         remedy = "nothing to save: run the same command again"
         output.say(f"stopped by {reason}, before the first step was finished; {remedy}")
 
-    watch = watch_ranks(engine, HangTimeouts(flags.step_timeout), hung, stopped)
+    watch = watch_ranks(processes, HangTimeouts(flags.step_timeout), hung, stopped)
     watch.recordings = flags.output_dir and flags.output_dir / "collectives"
-    with output, Stopping(engine, output, watch, flags.checkpoint_steps) as stopping:
+    with output, Stopping(processes, output, watch, flags.checkpoint_steps) as stopping:
         features = features_of(engine, flags, output, watch.peers.name, stopping.heartbeat)
         data = Data(kinds_of_data, engine, flags, output)
         run = kind_of_run(flags)(engine, flags, metrics, output, checkpoints, stopping, data, state, features)

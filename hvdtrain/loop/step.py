@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,18 @@ class Shared:
     step: "Step | None" = None  # the current one
 
 
+class Tally(NamedTuple):
+    """Of one rank, the sums of the loss and of recorded values over its samples, and their counts. Tensors stay on the
+    device."""
+
+    sums: dict[str, Tensor | float]
+    counts: dict[str, Tensor | float]
+
+    def numbers(self) -> list[Tensor | float]:
+        """Return all sums, then all counts."""
+        return [*self.sums.values(), *self.counts.values()]
+
+
 class Step:
     """One training step, yielded by `for step in run.steps(...)`."""
 
@@ -74,9 +86,7 @@ class Step:
         self.last = last  # of its epoch, or of all
         self.ends_epoch = False  # whether the script has called `run.end_epoch`
         self.count = planned.count  # samples, over all ranks and micro-batches
-        # Sums of the loss and of recorded values over this rank's samples, and their counts. Tensors stay on the device.
-        self.sums: dict[str, Tensor | float] = {}
-        self.counts: dict[str, Tensor | float] = {}
+        self.tallies = {rank: Tally({}, {}) for rank in shared.engine.own}
         self.local_count = 0  # samples of this rank
         self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
         # Whether an update was skipped, because a gradient was not finite; None: that is not known yet.
@@ -130,10 +140,12 @@ class Step:
     @property
     def loss(self) -> float:
         """The loss of this step: the mean over the samples of all ranks, after `step.batches`. A collective."""
-        if "loss" not in self.sums or self._batch is not None:
+        tallies = self.tallies.values()
+        if self._batch is not None or any("loss" not in tally.sums for tally in tallies):
             raise UserError(f"step {self.number}: step.loss before the end of step.batches(): use it after the loop")
-        mine = torch.tensor([float(self.sums["loss"]), float(self.counts["loss"])], dtype=torch.float64)
-        total, count = self._shared.engine.sum(mine, "step.loss").tolist()
+        of_ranks = [[float(tally.sums["loss"]), float(tally.counts["loss"])] for tally in tallies]
+        rows = torch.tensor(of_ranks, dtype=torch.float64)
+        total, count = self._shared.engine.sum_of_ranks(rows, "step.loss").tolist()
         return total / count if count else math.nan
 
     def _load(self, number: int) -> Batch:
@@ -151,15 +163,17 @@ class Step:
 
         number: how many there are in a micro-batch. Raises UserError.
         """
-        loaded = [self._load(i) for i in range(len(self._planned.batches))]
-        own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
-        if wrong := [amount for amount, _ in own if amount.numel() != 1]:
-            remedy = "return their number in the micro-batch, such as a sum"
-            raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
-        mine = torch.tensor(
-            [sum(float(amount) for amount, _ in own), sum(count for _, count in own)], dtype=torch.float64
-        )
-        total, count = self._shared.prepared.engine.sum(mine, "step.per_sample").tolist()
+        engine, of_ranks = self._shared.prepared.engine, []
+        for begin, passes in self._turns().items():
+            engine.take_turn(begin)
+            loaded = [self._load(i) for i in passes]
+            own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
+            if wrong := [amount for amount, _ in own if amount.numel() != 1]:
+                remedy = "return their number in the micro-batch, such as a sum"
+                raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
+            of_ranks.append([sum(float(amount) for amount, _ in own), sum(count for _, count in own)])
+        engine.take_turn(None)
+        total, count = engine.sum_of_ranks(torch.tensor(of_ranks, dtype=torch.float64), "step.per_sample").tolist()
         return total / count if count else 0.0
 
     def batches(self) -> Iterator[Any]:
@@ -173,7 +187,10 @@ class Step:
         shared, loop = self._shared, self._loops
         prepared, count = shared.prepared, self.micro_batches
         self._begin_loop(loop, count)
+        begins = {passes[0]: rank for rank, passes in self._turns().items()}
         for number in range(count):
+            if number in begins:
+                self._begin_turn(begins[number], loop)
             batch = self._batch = self._load(number)
             shared.clock.mark("loading")
             self.micro_batch, self._calls = number, 0
@@ -187,6 +204,8 @@ class Step:
                 shared.clock.mark("compute")
         if self._outputs is not None:
             self._outputs.end()
+        if prepared.engine.takes_turns:
+            self._begin_turn(None, loop)
         self._reduce()
         if prepared.scaler.is_enabled():  # here, for whatever is done with gradients before the update
             for one in self.backwards:
@@ -203,17 +222,25 @@ class Step:
         if self.items is not None:
             self.items.begin()
         self._uncounted, self._passes, self.backwards = set(), 0, {}
-        seed_generators(self._seed(loop), engine.device)
         if count > 1 and len(prepared.optimizers) > 1:
             from hvdtrain.loop.mistakes import Outputs
 
             self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
             self._outputs.begin(loop)
 
-    def _seed(self, loop: int) -> int:
-        """Return the seed of this rank's random numbers in this step, so that dropout is the same after a restart."""
-        parts = (self._shared.seed, self._samples, self._shared.engine.rank) + ((loop,) if loop else ())
-        return mixed_seed(*parts)
+    def _turns(self) -> dict[int, range]:
+        """Return the numbers of the micro-batches of each rank that this process computes: each rank has as many."""
+        own = self._shared.engine.own
+        passes = len(self._planned.batches) // len(own)
+        return {rank: range(turn * passes, (turn + 1) * passes) for turn, rank in enumerate(own)}
+
+    def _begin_turn(self, rank: int | None, loop: int) -> None:
+        """Go on as this rank, with its random numbers in this step, so that dropout is the same after a restart. None: the
+        ranks of this process have had their turns, and what follows is the same on all."""
+        shared = self._shared
+        shared.engine.take_turn(rank)
+        seed = (shared.seed, self._samples, "all" if rank is None else rank) + ((loop,) if loop else ())
+        seed_generators(mixed_seed(*seed), shared.engine.device)
 
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
@@ -273,7 +300,7 @@ class Step:
             if len(chosen) < len(prepared.optimizers):
                 inputs = [p for one in chosen for p in prepared.trained[one] if p.requires_grad]
             if prepared.engine.begin_backward is not None:
-                prepared.engine.begin_backward(scaled)
+                prepared.engine.begin_backward(scaled, chosen)
             try:
                 scaled.backward(inputs=inputs)
             except Exception as error:
@@ -293,8 +320,9 @@ class Step:
             product = torch.where(count > 0, product, torch.zeros_like(product))
         elif not count:
             product = torch.zeros_like(product)
-        self.sums[name] = self.sums.get(name, 0.0) + product
-        self.counts[name] = self.counts.get(name, 0.0) + count
+        sums, counts = self.tallies[self._shared.engine.rank]
+        sums[name] = sums.get(name, 0.0) + product
+        counts[name] = counts.get(name, 0.0) + count
 
     def _counts(self) -> "Counts":
         from hvdtrain.loop.counts import Counts

@@ -52,12 +52,15 @@ class MetricsLogger:
     def step(self, step: "Step", source: "Input", clock: Clock) -> None:
         """Record a finished step. A collective."""
         state, extra = self._state, source.settle()
-        names = list(step.sums)
+        tallies = list(step.tallies.values())
+        names = list(tallies[0].sums)
         norm = [] if step.gradient_norm is None else [step.gradient_norm]
-        sums, counts = [step.sums[name] for name in names], [step.counts[name] for name in names]
-        numbers = read([*sums, *counts, *norm])  # from an accelerator, with one copy
-        mine = [[numbers[at], numbers[at + len(names)]] for at in range(len(names))]
-        everyone = self._engine.sum(torch.tensor(mine, dtype=torch.float64), "train").tolist()
+        numbers = read(
+            [*(number for tally in tallies for number in tally.numbers()), *norm]
+        )  # from an accelerator, with one copy
+        rows = torch.tensor(numbers[: len(numbers) - len(norm)], dtype=torch.float64)
+        rows = rows.view(len(tallies), 2, len(names)).transpose(1, 2)  # of each rank and name, the sum and the count
+        everyone = self._engine.sum_of_ranks(rows, "train").tolist()
         means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, everyone, strict=True)}
         window = clock.measure(self._engine)
         trained_on = means.pop("loss")
@@ -69,7 +72,7 @@ class MetricsLogger:
             extra["objective"] = trained_on
         if step.gradient_norm is not None:
             extra["gradient_norm"] = numbers[-1]
-        value, count = mine[names.index(reported)]
+        value, count = rows[0][names.index(reported)].tolist()
         self._output.event(
             "train",
             epoch=state.epoch + 1,

@@ -19,6 +19,7 @@ from tests.bench.measurements import (
     resnet,
     start_up,
     throughput,
+    virtual,
     wire,
 )
 from tests.bench.peers import whole
@@ -154,6 +155,14 @@ def of_training() -> tuple[Group, ...]:
                 LESS if ranks == 2 else "[turns on a core](tuning.md#eight-ranks-on-two-cores)")
             for ranks, samples in SHARES
         )),
+        *(
+            Group(f"virtual-{name}-{processes}", virtual(name, processes), (
+                Row(f"virtual-{name}-{processes}",
+                    f"`{name}`, {processes} of 4 ranks: `--virtual-ranks 4`, time of a step over accumulated micro-batches",
+                    "≤ 1.1", "gradients are exchanged after the last backward pass" if processes > 1 else ""),
+            ))
+            for name in ("resnet18", "lm") for processes in (1, 2, 4)
+        ),
         Group("fixed-cost", fixed_cost, (
             Row("fixed-cost", f"{default}, 2 ranks: milliseconds of a step without forward, backward and loading",
                 "≤ 1", "waiting for the other rank"),

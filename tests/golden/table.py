@@ -71,5 +71,13 @@ RUNS: dict[str, list[Attempt]] = {
     "killed-schedule": killed(2, PROGRAM + " --case schedule", 13),
     "killed-stream": killed(2, PROGRAM + " --case stream", 13),
     "killed-sync": killed(2, MNIST + " --sync-every 4 --outer-momentum 0.9", 11),
+    "virtual": one(1, MNIST + " --virtual-ranks 3 --engine serial", "alone"),
+    "virtual-mpi-2": one(2, MNIST + " --virtual-ranks 3"),
+    "virtual-ddp-3": one(3, MNIST + " --virtual-ranks 3", "torchrun"),
+    "virtual-schedule": one(1, PROGRAM + " --case schedule --virtual-ranks 8 --batch-size 2", "alone"),
+    "virtual-killed": [
+        Attempt(8, PROGRAM + " --case schedule --virtual-ranks 8 --batch-size 2 --checkpoint-steps 3", kill_after=13),
+        Attempt(3, PROGRAM + " --case schedule --virtual-ranks 8 --batch-size 2 --checkpoint-steps 3"),
+    ],
     "evaluate": [Attempt(2, MNIST), Attempt(3, "hvdtrain.mnist --evaluate {out}")],
 }  # fmt: skip

@@ -41,6 +41,18 @@ def test_all_gather_of_nothing(engine, dtype):
     assert gathered.dtype is dtype
 
 
+@pytest.mark.parametrize("dtype", [*SENT, torch.bfloat16], ids=str)
+def test_all_to_all(engine, dtype):
+    """Rank r gives each rank a part of 4 (r + 1) numbers."""
+
+    def part(sender: int, receiver: int) -> torch.Tensor:
+        return data(10 * sender + receiver, dtype, (4 * (sender + 1),))
+
+    sent = torch.cat([part(engine.rank, rank) for rank in range(engine.size)])
+    received = engine.all_to_all(sent, [4 * (rank + 1) for rank in range(engine.size)], "parts")
+    assert torch.equal(received, torch.cat([part(rank, engine.rank) for rank in range(engine.size)]))
+
+
 @pytest.mark.parametrize("dtype", SENT, ids=str)
 @pytest.mark.parametrize("shape", [(), (3, 2)], ids=str)
 def test_broadcast(engine, shape, dtype):

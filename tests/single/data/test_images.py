@@ -483,7 +483,7 @@ def test_evaluation_counts_readable_samples_only(engine):
         loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
     ]
     source = loading.Source("test", "", 8, 9, lambda plan: [], lambda: batches, corrupt=CorruptSamples(1, 9))
-    evaluation = Evaluation(engine, source, images.evaluated_images(engine, source, 1), lambda: None, Means())
+    evaluation = Evaluation(engine, source, lambda _: images.evaluated_images(engine, source, 1), lambda: None, Means())
     for outputs, truth in evaluation.mine():
         hits = outputs.topk(5).indices == truth[:, None]
         evaluation.add({"first": hits[:, 0], "five": hits.any(1)}, None)
