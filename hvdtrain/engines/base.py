@@ -92,7 +92,7 @@ class Engine(Broadcasts):
 
     def sum_of_ranks(self, rows: Tensor, name: str) -> Tensor:
         """Return the sum over all ranks. rows: of each rank of `own`."""
-        return self.sum(rows[0], name)
+        return self.sum(rows[0].contiguous(), name)
 
     @abstractmethod
     def choose_device(self, wanted: str) -> torch.device:

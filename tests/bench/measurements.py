@@ -122,7 +122,7 @@ def no_communication(setting: Setting) -> dict[str, float]:
 
 VIRTUAL = {
     "resnet18": "hvdtrain.imagenet --dataset synthetic --model resnet18 --image-size 64 --batch-size 16 "
-    "--train-samples 1280 --epochs 1",
+    "--train-samples 640 --epochs 1",
     "lm": "hvdtrain.lm --text LICENSE --recipe shakespeare-cpu --steps 60 --batch-size 3",
 }
 
@@ -132,7 +132,7 @@ def virtual(name: str, processes: int, ranks: int = 4) -> Measure:
 
     def seconds(setting: Setting, flags: str) -> float:
         out = Path(tempfile.mkdtemp(dir=setting.scratch))
-        words = [*VIRTUAL[name].split(), *flags.split(), "--threads", "1", "--no-progress", "--log-steps", "5"]
+        words = [*VIRTUAL[name].split(), *flags.split(), "--threads", "1", "--no-progress", "--log-steps", "2"]
         job(mpirun(processes, "-m", *words, "--checkpoint-steps", "0", "--output-dir", str(out)), out / "log")
         events = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         rates = [event["samples_per_second"] for event in events if event["event"] == "train"]

@@ -67,3 +67,12 @@ def test_the_file_has_every_run_and_those_that_are_killed_end_as_those_that_are_
     for entry in json.loads(golden.FILE.read_text()):
         assert list(entry["hashes"]) == list(RUNS)
         assert all(entry["hashes"][killed] == entry["hashes"][whole] for killed, whole in pairs.items())
+
+
+def test_virtual_ranks_have_the_same_hashes_on_any_number_of_processes():
+    """One process, two of MPI and three of torchrun; and one process, and eight that are killed and go on as three."""
+    for entry in json.loads(golden.FILE.read_text()):
+        rows = {name: hashes for name, hashes in entry["hashes"].items() if name.startswith("virtual")}
+        if rows:  # not of a processor on which they were not run
+            assert rows["virtual"] == rows["virtual-mpi-2"] == rows["virtual-ddp-3"]
+            assert rows["virtual-schedule"] == rows["virtual-killed"]
