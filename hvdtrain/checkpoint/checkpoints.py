@@ -19,7 +19,6 @@ from hvdtrain.checkpoint.checksums import require_same_on_all
 from hvdtrain.checkpoint.objects import Objects
 from hvdtrain.checkpoint.own import (
     EXTRA,
-    HERE,
     Buffers,
     ExtraState,
     Moment,
@@ -61,14 +60,20 @@ class StreamPosition(Provider):
 
     source: Input | None = None  # what the steps read
     of_ranks: list[Any] | None = None  # in the checkpoint, until training begins
+    _own: str | None = None  # of these, this rank's
 
     def state(self, moment: Moment) -> Any:
         if self.source is None or self.source.position is None:
-            return None
+            return self._own  # stopped in an evaluation before the first step: nothing was read since
         return json.dumps(self.source.position())  # text: it may have millions of values, which are JSON already
 
     def load(self, saved: Saved) -> None:
         self.of_ranks = None if None in saved.states else [json.loads(state) for state in saved.states]
+        self._own = saved.state if saved.goes_on else None
+
+    def forget(self) -> None:
+        """Free what was read."""
+        self.of_ranks = self._own = None
 
 
 class Checkpoints:
@@ -122,6 +127,7 @@ class Checkpoints:
         """Save models and optimizers from now on, and restore them if the run is resumed. A collective."""
         trained = sum(p.numel() * p.element_size() for model in prepared.models for p in model.parameters())
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
+        self.before_save.append(prepared.require_same_parameters)
         self.objects = Objects(self.engine, self.resume, prepared, self.registered)
         self.resumed_epoch = ResumedEpoch(
             prepared, self.registered, self.resume.facts, lengthened=bool(self.resume.lengthened)
@@ -144,7 +150,7 @@ class Checkpoints:
         """Make ready for modules whose state is saved: refuse what cannot be, and make room for what is restored."""
         for module in modules.values() if self.writes else ():
             contents.require_storable(contents.tensors_of(module))
-            ExtraState(module).state(HERE)
+            ExtraState(module).state(Moment())
         self.objects.watch(modules)
 
     def register(self, objects: Mapping[str, Any], generators: Mapping[str, object]) -> None:
@@ -184,7 +190,7 @@ class Checkpoints:
         """Free the loaded checkpoint, and schedule the first automatic one."""
         self.resume.forget()
         self.own.forget()
-        self._position.of_ranks = None
+        self._position.forget()
         self.interval.begin()
 
     # ---- saving
@@ -199,7 +205,6 @@ class Checkpoints:
         of the evaluation, if it follows one. ended: how long the loop over run.epochs was that the program left.
         """
         with self.interval.saving():
-            self.objects.ready()
             for call in self.before_save:
                 call()
             # 0.0: at least the time limit of a step. Each tensor that is copied is progress, which restarts it.

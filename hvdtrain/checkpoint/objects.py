@@ -155,10 +155,6 @@ class Objects:
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
-    def ready(self) -> None:
-        """Called before a save. Raises UserError if parameters were replaced."""
-        self._prepared.require_same_parameters()
-
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Note the shapes that these modules begin with, and make room for what the checkpoint has."""
         for name, module in modules.items():

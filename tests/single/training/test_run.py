@@ -22,7 +22,6 @@ from hvdtrain.loop.step import Step
 from hvdtrain.output.metric_names import goodness
 from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
-from tests.facts import own_states, own_tensors
 from tests.single.training.small import N, X, Y, fit, flags_for, network, train
 
 
@@ -296,27 +295,6 @@ def test_how_to_compute_is_the_choice_of_this_run(tmp_path):
             assert optimizer.param_groups[0]["foreach"] is foreach
             fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
     assert run.state.epoch == 2
-
-
-def test_statistics_that_all_ranks_had_alike_are_evaluated_to_the_bit(tmp_path):
-    net = nn.BatchNorm1d(3)
-    with training.start(flags_for("--output-dir", str(tmp_path), epochs=1)) as run:
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        fit(run, [X], lambda step, x: model(x).square().mean())
-    path = checkpoint.listed(tmp_path / "checkpoints")[0]
-    facts, tensors = checkpoint.read(path)
-    value = next(one for one in torch.rand(1000) if one.repeat(3).mean() != one)
-    states = own_states(tensors)[0]
-    states["buffers"] = {name: torch.full_like(one, float(value)) for name, one in states["buffers"].items()}
-    tensors |= own_tensors([states] * 3)
-    checkpoint.write(path, facts, tensors)
-    net = nn.BatchNorm1d(3)
-    with training.start(flags_for("--evaluate", str(path))) as run:
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs():
-            with run.evaluating(N) as mine:
-                run.record(error=model(X[mine]).square().mean(1))
-    assert torch.equal(net.running_mean, value.expand(3))
 
 
 Adam = torch.optim.Adam

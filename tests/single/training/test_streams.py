@@ -184,13 +184,14 @@ def flags_for(*argv, epochs=2):
     return small.flags_for(*argv, epochs=epochs, batch_size=4)
 
 
-def train(flags, loader, each=lambda step: None, steps=None):
+def train(flags, loader, each=lambda step: None, steps=None, before=lambda run: None):
     """Return the samples by epoch, and the weights."""
     seen = {}
     with training.start(flags) as run:
         torch.manual_seed(5)
         net = nn.Linear(1, 1)
         model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        before(run)
         for epoch in run.epochs(None if steps else flags.epochs, steps=steps):
             for step in run.steps(loader):
                 for batch in step.batches():
@@ -225,6 +226,25 @@ def killed_and_continued(make, tmp_path):
 def test_a_killed_run_continues_at_the_very_sample(kind, tmp_path):
     seen = killed_and_continued(LOADERS[kind], tmp_path)
     assert seen[0] != seen[1]
+
+
+def test_a_stop_in_an_evaluation_before_the_steps_keeps_the_position(tmp_path, monkeypatch):
+    """A resumed run that is stopped there has read nothing yet, and saves."""
+
+    def evaluate(run):
+        with run.evaluating(1) as mine:
+            run.record(loss=torch.zeros(1)[mine])
+
+    make, flags = LOADERS["stateful"], flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    seen, weights = train(flags_for(), make(), before=evaluate)
+    with pytest.raises(small.Killed):
+        train(flags, make(), small.kill_at(19), before=evaluate)
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdtrain.loop.stopping.Stopping.is_asked_anywhere", lambda self: True)
+        assert train(flags, make(), before=evaluate)[0] == {}
+    rest, after = train(flags, make(), before=evaluate)
+    assert rest == {1: seen[1][resumed_at(tmp_path) :]}
+    assert after == weights
 
 
 def test_more_steps_continue_at_the_very_sample(tmp_path):
