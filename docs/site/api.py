@@ -45,6 +45,10 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     SHORT: (FLAGS, {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
     }),
+    "A loop of your own": ("With [any trainer](../loader.md).", {
+        "hvdtrain.loader.exact_loader": (),
+        "hvdtrain.loader.ExactLoader": ("state_dict", "load_state_dict", "seek", "set_epoch", "seed_generators"),
+    }),
     "Errors": ("", {"hvdtrain.training.UserError": (), "hvdtrain.training.Failure": ()}),
     "Collectives of your own": ("An `Engine` is `run.engine`.", {"hvdtrain.engines.base.Engine": ENGINE}),
 }  # fmt: skip

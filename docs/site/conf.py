@@ -27,6 +27,7 @@ NAVIGATION = {
         "docs/data",
         "docs/techniques",
         "docs/choosing",
+        "docs/loader",
         "docs/restarts",
         "docs/audit",
         "docs/watching",
