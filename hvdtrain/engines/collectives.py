@@ -1,4 +1,4 @@
-"""The collectives over the ranks of a run: three that each engine has, and what is built of those that take from all ranks.
+"""The collectives over the ranks of a run: four that each engine has, and what is built of those that take from all ranks.
 
 broadcasts.py has what is built of the third. Every rank must call every collective, in the same order.
 """
