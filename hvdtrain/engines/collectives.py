@@ -6,6 +6,7 @@ broadcasts.py has what is built of the third. Every rank must call every collect
 import contextlib
 import json
 import socket
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import flatten, unflatten
 
-FIRST_BYTES = 1016  # of an object, which travel with its length
+FIRST_BYTES = 1008  # of an object, which travel with its length and the checksum of its name
 
 
 class Collectives(ABC):
@@ -69,17 +70,40 @@ class Collectives(ABC):
         One collective; two, if the JSON of a rank is longer than FIRST_BYTES.
         """
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        first = torch.zeros(8 + FIRST_BYTES, dtype=torch.uint8)  # the length, and what of the text has room
-        first[:8] = torch.tensor([len(text)]).view(torch.uint8)
-        first[8 : 8 + len(text)] = text[:FIRST_BYTES]
-        everyone = self.all_gather(first, name)
-        lengths = [int(theirs[:8].view(torch.int64)) for theirs in everyone]
-        texts = [bytes(theirs[8 : 8 + length].tolist()) for theirs, length in zip(everyone, lengths, strict=True)]
+        first = torch.zeros(16 + FIRST_BYTES, dtype=torch.uint8)  # two numbers, and what of the text has room
+        first[:16] = torch.tensor([len(text), zlib.crc32(name.encode())]).view(torch.uint8)
+        first[16 : 16 + len(text)] = text[:FIRST_BYTES]
+        everyone = self.all_gather_first(first, name)
+        lengths, names = everyone[:, :16].contiguous().view(torch.int64).T.tolist()
+        if len(set(names)) > 1:
+            self._refuse_different(name)
+        texts = [bytes(theirs[16 : 16 + length].tolist()) for theirs, length in zip(everyone, lengths, strict=True)]
         if max(lengths) > FIRST_BYTES:
             rest = [max(0, length - FIRST_BYTES) for length in lengths]
             rows = self.all_gather_rows(text[FIRST_BYTES:], rest, f"{name}.rest")
             texts = [one + bytes(row.tolist()) for one, row in zip(texts, rows, strict=True)]
         return [json.loads(one) for one in texts]
+
+    def all_gather_first(self, tensor: Tensor, name: str) -> Tensor:
+        """Return what ranks begin to exchange an object with, as `all_gather` does: always of the same shape."""
+        return self.all_gather(tensor, name)
+
+    def sums(self, rows: Sequence[Sequence[float]], name: str) -> list[float]:
+        """Return the sums of the rows of all ranks, few numbers each. As objects: a rank that is alone here is told."""
+        everyone = self.all_gather_object(rows, name)
+        return torch.tensor([row for theirs in everyone for row in theirs], dtype=torch.float64).sum(0).tolist()
+
+    def _refuse_different(self, name: str) -> None:
+        """Raise Failure on every rank: they exchange objects under different names. A collective."""
+        from hvdtrain.guards.evidence import main_stack, where
+
+        places = self.all_gather_object([name, socket.gethostname(), where(main_stack())], "different collectives")
+        other = next(rank for rank, place in enumerate(places) if place[0] != places[0][0])
+        two = ", ".join(
+            f"rank {rank} on {places[rank][1]} in {places[rank][0]} at {places[rank][2]}" for rank in (0, other)
+        )
+        message = f"ranks wait in different collectives ({two}): all must call the same ones"
+        raise Failure(message, everywhere=True)
 
     def all_gather_rows(self, rows: Tensor, lengths: Sequence[int], name: str) -> list[Tensor]:
         """Return the rows of each rank. lengths: number of rows of each rank, not all 0. The rest must be the same."""

@@ -193,6 +193,7 @@ class DdpEngine(Engine):
 
     name = "ddp"
     _group: Any = None  # of torch.distributed; None: the default one
+    _of_objects: Any = None  # group in which ranks begin to exchange objects; None: the same
     _first = 0  # its first rank, by its number in the default group
     _reduces = False  # whether the current micro-batch is the step's last one
     _has_loss = False  # whether that has had a loss
@@ -210,6 +211,9 @@ class DdpEngine(Engine):
             # NCCL connects in the first collective on GPUs: ranks wait there, at the store, for one that still reads data.
             store.set_timeout(COLLECTIVES_TIMEOUT)
             create_group(store, rank, size)
+            # Gloo aborts the process where one rank is in a collective of another size. So what one rank may call alone
+            # begins in a group of its own, where all messages have one size.
+            self._of_objects = dist.new_group(backend="gloo", timeout=COLLECTIVES_TIMEOUT)
         except (RuntimeError, ValueError, OSError) as error:
             first = str(error).splitlines()[0]
             raise UserError(
@@ -339,9 +343,16 @@ class DdpEngine(Engine):
 
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        return self._gathered(tensor, self._group)
+
+    @collective
+    def all_gather_first(self, tensor: Tensor, name: str) -> Tensor:
+        return self._gathered(tensor, self._of_objects or self._group)
+
+    def _gathered(self, tensor: Tensor, group: Any) -> Tensor:
         sent = as_carried(tensor.contiguous())
         parts = [torch.empty_like(sent) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, sent, group=self._group)
+        torch.distributed.all_gather(parts, sent, group=group)
         return torch.stack(parts).reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
     @collective
@@ -366,6 +377,7 @@ class DdpEngine(Engine):
         # group is dropped; DDP holds references in cycles, so collect them first.
         while self._models:
             self._models.pop().leave()
+        self._of_objects = None
         gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)

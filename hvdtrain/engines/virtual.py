@@ -248,6 +248,9 @@ class VirtualRanks(Engine):
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         return self.processes.all_gather(tensor, name)
 
+    def all_gather_first(self, tensor: Tensor, name: str) -> Tensor:
+        return self.processes.all_gather_first(tensor, name)
+
     def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
         return self.processes.all_to_all(tensor, lengths, name)
 

@@ -144,8 +144,7 @@ class Step:
         if self._batch is not None or any("loss" not in tally.sums for tally in tallies):
             raise UserError(f"step {self.number}: step.loss before the end of step.batches(): use it after the loop")
         of_ranks = [[float(tally.sums["loss"]), float(tally.counts["loss"])] for tally in tallies]
-        rows = torch.tensor(of_ranks, dtype=torch.float64)
-        total, count = self._shared.engine.sum_of_ranks(rows, "step.loss").tolist()
+        total, count = self._shared.engine.sums(of_ranks, "step.loss")
         return total / count if count else math.nan
 
     def _load(self, number: int) -> Batch:
@@ -173,7 +172,7 @@ class Step:
                 raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
             of_ranks.append([sum(float(amount) for amount, _ in own), sum(count for _, count in own)])
         engine.take_turn(None)
-        total, count = engine.sum_of_ranks(torch.tensor(of_ranks, dtype=torch.float64), "step.per_sample").tolist()
+        total, count = engine.sums(of_ranks, "step.per_sample")
         return total / count if count else 0.0
 
     def batches(self) -> Iterator[Any]:

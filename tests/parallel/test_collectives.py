@@ -6,6 +6,7 @@ import torch
 from hvdtrain.engines.collectives import FIRST_BYTES
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import running_statistics
+from hvdtrain.guards.activity import LAST_CALLED
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
 SENT = [*SUMMED, torch.uint8]  # Horovod refuses to sum bytes
@@ -74,6 +75,20 @@ def test_gather_takes_values_that_just_have_room(engine):
     for length in (FIRST_BYTES - 1, FIRST_BYTES, FIRST_BYTES + 1, FIRST_BYTES + 2):
         texts = ["x" * (length - 2 - 2 * (rank == 0)) for rank in range(engine.size)]
         assert engine.all_gather_object(texts[engine.rank], "values") == texts
+
+
+def test_ranks_that_exchange_different_objects_are_told_where(engine):
+    """Under Horovod they would wait, because it compares names, until the watch ends the job."""
+    if engine.size == 1 or engine.name != "ddp":
+        pytest.skip("needs two ranks of ddp")
+    last = engine.size - 1
+    line = f"rank 0 on .* in one at test_collectives.py:.*, rank {last} on .* in another at test_collectives.py:"
+    with pytest.raises(
+        Failure, match=rf"^ranks wait in different collectives \({line}.*: all must call the same ones$"
+    ):
+        engine.all_gather_object("x" * 2000, "another" if engine.rank == last else "one")
+    for _ in range(LAST_CALLED):
+        assert engine.all_gather_object(engine.rank, "values") == list(range(engine.size))
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)

@@ -31,7 +31,7 @@ BUDGETS = {
     "hvdtrain/checkpoint": 3065,  # with numbers that a state lacks, and the tail of an epoch that is resumed
     "hvdtrain/checks": 520,
     "hvdtrain/datasets": 1910,
-    "hvdtrain/engines": 4500,  # with the memory of the smallest GPU and --virtual-ranks
+    "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1140,  # with --virtual-ranks
     "hvdtrain/guards": 1760,
     "hvdtrain/inputs": 2770,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks
@@ -46,12 +46,12 @@ BUDGETS = {
     "tests/bench": 1700,  # with simulated ranks, of which tests/single had one and --virtual-ranks
     "tests/chaos": 1920,
     "tests/device": 660,
-    "tests/e2e": 6780,
+    "tests/e2e": 6790,  # with an export and a loss of one rank alone
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
     "tests/horovod_calls": 550,
-    "tests/parallel": 3260,  # with optimizers that share out their state and --virtual-ranks
+    "tests/parallel": 3280,  # with optimizers that share out their state, --virtual-ranks, ranks in different collectives
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
