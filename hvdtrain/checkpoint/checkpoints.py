@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.own import (
     EXTRA,
     Buffers,
     ExtraState,
+    Modes,
     Moment,
     Own,
     Provider,
@@ -129,9 +130,9 @@ class Checkpoints:
         self.interval.expect(3 * trained)  # assumes two optimizer values per parameter, as with Adam
         self.before_save.append(prepared.require_same_parameters)
         self.objects = Objects(self.engine, self.resume, prepared, self.registered)
-        self.resumed_epoch = ResumedEpoch(
-            prepared, self.registered, self.resume.facts, lengthened=bool(self.resume.lengthened)
-        )
+        modes = Modes(prepared.models, prepared.replicas, self.registered)
+        lengthened = bool(self.resume.lengthened)
+        self.resumed_epoch = ResumedEpoch(prepared, self.registered, self.resume.facts, modes, lengthened=lengthened)
         modules = self.objects.modules()
         self._watch(modules)
         if (content := self.resume.content()) is not None:
@@ -145,6 +146,7 @@ class Checkpoints:
             self.own.add("generators", self.generators)
             self.own.add("integer buffers", unlike_integers(prepared.models, self.output.say))
             self.own.add("position", self._position)
+            self.own.add("modes", modes)
 
     def _watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Make ready for modules whose state is saved: refuse what cannot be, and make room for what is restored."""

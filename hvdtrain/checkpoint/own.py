@@ -37,9 +37,10 @@ class Moment(NamedTuple):
     in_steps: bool = False  # after a step, not after all steps of an epoch
     epoch_ended: bool = False  # after the evaluation of a whole epoch
     evaluation: int = 0  # in this one of those of an epoch that are not in its steps, from 1
+    outside: bool = False  # in an evaluation outside of the loop over epochs
 
 
-HERE, IN_STEPS = Moment(), Moment(in_steps=True)
+IN_STEPS = Moment(in_steps=True)
 
 
 class Saved(NamedTuple):
@@ -261,6 +262,44 @@ class ExtraState(Provider):
 
     def load(self, saved: Saved) -> None:
         load_extra_state(self._module, saved.state or {})
+
+
+# ---- modes of modules
+
+
+class Modes(Provider):
+    """Which modules are in evaluation mode, of models and registered ones. On another number of ranks: as on rank 0."""
+
+    def __init__(self, models: Sequence[nn.Module], replicas: Sequence[nn.Module], registered: Mapping[str, Any]):
+        """registered: objects by name, also later ones."""
+        self._models, self._replicas, self._registered = models, replicas, registered
+        self._in_loop: list[str] | None = None  # modules in evaluation mode in the loop over epochs; None: not known
+
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        tops = list(zip(prefixes(self._models), self._models, strict=True))
+        tops += [(f"registered {name}.", one) for name, one in self._registered.items() if isinstance(one, nn.Module)]
+        for prefix, top in tops:
+            for path, module in top.named_modules():
+                yield prefix + own_name(f"{path}."), module
+
+    def state(self, moment: Moment) -> Any:
+        # Outside of the loop, the program sets modes before and after it, and does that again in a resumed run.
+        if not moment.outside:
+            self._in_loop = list(dict.fromkeys(name for name, module in self._named() if not module.training))
+        return self._in_loop or None
+
+    def load(self, saved: Saved) -> None:
+        self._in_loop = saved.state or []
+
+    def set(self) -> None:
+        """Give the modules the modes of the checkpoint, if the run is resumed."""
+        if self._in_loop is None:
+            return
+        evaluated = set(self._in_loop)
+        for name, module in self._named():
+            module.training = name not in evaluated
+        for model, replica in zip(self._models, self._replicas, strict=True):
+            replica.training = model.training
 
 
 # ---- what should be the same on all ranks, and is not

@@ -361,7 +361,7 @@ class Resume:
             return
         self._require_split(source.split)
         there, here = self.facts["input"]["samples"], source.samples
-        if there == here:
+        if there == here or not self.facts["state"]["step"]:  # stopped in an evaluation before the first step
             return
         message = f"the run was trained on {there:,} samples, and run.steps() got {here:,}"
         if self._flags.resume == "auto":

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.objects import Settings, settings_of
-from hvdtrain.checkpoint.own import HERE, Moment
+from hvdtrain.checkpoint.own import Modes, Moment
 from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.portable import difference, from_json, to_json
 from hvdtrain.loop.prepare import Prepared
@@ -27,11 +27,13 @@ Changed = list[list[Any]]  # JSON: optimizer, group, name of a setting, its valu
 class ResumedEpoch:
     """The states of this rank's objects at the places of a program where an epoch may go on. No method is a collective."""
 
-    def __init__(self, prepared: Prepared, registered: dict[str, Any], facts: Facts | None, *, lengthened: bool):
+    def __init__(
+        self, prepared: Prepared, registered: dict[str, Any], facts: Facts | None, modes: Modes, *, lengthened: bool
+    ):  # fmt: skip
         """registered: objects by name, also later ones. facts: of the checkpoint that is resumed. lengthened: with another
         number of epochs or steps."""
         self._models, self._optimizers, self._registered = prepared.models, prepared.optimizers, registered
-        self._lengthened = lengthened
+        self._modes, self._lengthened = modes, lengthened
         facts = facts or {}
         self._changed: Changed | None = facts.get("head", [])  # None: it follows from the settings
         self._stopped_in: int = facts.get("evaluation", 0)  # the evaluation of the epoch, from 1; 0: none
@@ -45,6 +47,8 @@ class ResumedEpoch:
 
     def note(self, state: TrainState) -> None:
         """Note all states as of the last step, before the program comes to the head of the epoch, if that is resumed."""
+        if state.step:  # else the program has set them since, before its loop
+            self._modes.set()
         if not state.samples_of_epoch and not self._stopped_in:
             return
         others = {name: what for name, what in self._registered.items() if not isinstance(what, nn.Module)}
@@ -84,7 +88,7 @@ class ResumedEpoch:
         """Return which evaluation this is, for a checkpoint. Until the one in which the run was stopped before, it is that
         one, and its states are put back."""
         if not in_epoch:
-            return HERE
+            return Moment(outside=True)
         self._put_back()
         return Moment(evaluation=self._stopped_in or self._evaluations)
 
@@ -108,6 +112,7 @@ class ResumedEpoch:
         """Give all objects the states that were noted, if there are some."""
         if self._others is None:
             return
+        self._modes.set()
         with torch.no_grad():
             for tensor, before in self._tensors:
                 tensor.copy_(before)

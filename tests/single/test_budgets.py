@@ -28,7 +28,7 @@ BUDGETS = {
     "hvdtrain/*": 2910,  # with batches by the memory of the GPUs, and the loader for loops of others, and --virtual-ranks
     "hvdtrain/analysis": 540,
     "hvdtrain/audit": 1590,
-    "hvdtrain/checkpoint": 3065,  # with numbers that a state lacks, and the tail of an epoch that is resumed
+    "hvdtrain/checkpoint": 3105,  # with numbers that a state lacks, tails of resumed epochs, modes of modules
     "hvdtrain/checks": 520,
     "hvdtrain/datasets": 1910,
     "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
@@ -55,7 +55,7 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23610,  # and batches by memory, and exact_loader and --virtual-ranks
+    "tests/single": 23670,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
     "tests/twins": 2030,
 }
 

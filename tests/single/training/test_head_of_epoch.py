@@ -9,7 +9,7 @@ from torch import nn
 
 from hvdtrain import training
 from hvdtrain.engines.lock import Lock
-from tests.single.training.small import Killed, X, flags_for
+from tests.single.training.small import Killed, X, flags_for, network
 
 
 class Counter:
@@ -108,6 +108,74 @@ def test_what_precedes_an_evaluation_in_which_a_run_stops_counts_once(head, stop
     assert rest == whole[1:]
     left = 4 * 3 + 1 - max(stops)  # what is evaluated again before that, has later weights
     assert states[-left:] == whole[0][-left:]
+
+
+def train_all(net, teacher):
+    net.train()
+    teacher.train()
+
+
+MODES = {  # what a program does before its loop, at the head of an epoch, after a step, in the tail: to model and teacher
+    "forgets train() after an evaluation": (None, None, None, lambda net, teacher: net.eval()),
+    "train() at each head": (None, lambda net, teacher: net.train(), None, lambda net, teacher: net.eval()),
+    "toggles at each head": (None, lambda net, teacher: net.train(not net.training), None, None),
+    "toggles a part at each step": (None, None, lambda net, teacher: net[1].train(not net[1].training), None),
+    "a registered teacher before the loop": (lambda net, teacher: teacher.eval(), None, None, train_all),
+}
+
+
+@pytest.mark.parametrize("place", MODES)
+@pytest.mark.parametrize("stops", [(6,), (8,), (8, "tail 1"), ("before", "tail 0", "before"), ("after",)])
+def test_a_resumed_run_has_the_modes_of_its_modules(place, stops, tmp_path):
+    """stops: the steps at which a run is killed, the first of an epoch or within one, or evaluations in which it is stopped.
+    One that has stopped in its last evaluation goes on for an epoch."""
+    before, head, after, tail = (call or (lambda net, teacher: None) for call in MODES[place])
+    longer = int(stops == ("after",))
+
+    def program(directory, stop=None, epochs=3 + longer):
+        losses = {}
+        with training.start(flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=epochs)) as run:
+            net, teacher = network(), network()
+            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+            run.register(teacher=teacher)
+
+            def evaluate(name):
+                with run.evaluating(len(X)) as mine:
+                    if name == stop:
+                        run.stop()
+                        while not run.stopping.watch.stop_reason:
+                            time.sleep(0.01)
+                    run.record(loss=model(X[mine]).square().sum())
+
+            evaluate("before")
+            before(net, teacher)
+            for epoch in run.epochs(epochs):
+                head(net, teacher)
+                for step in run.steps(X):
+                    for (x,) in step.batches():
+                        step.backward(loss := (model(x) - teacher(x).detach()).square().mean())
+                    step.update()
+                    after(net, teacher)
+                    losses[step.number] = loss.item()
+                    if step.number == stop:
+                        raise Killed
+                tail(net, teacher)
+                evaluate(f"tail {epoch}")
+            net.eval()
+            evaluate("after")
+        return losses, net.state_dict(), run.exit_code
+
+    losses, weights, _ = program(tmp_path / "whole")
+    for stop in stops:
+        if isinstance(stop, int):
+            with pytest.raises(Killed):
+                program(tmp_path / "apart", stop)
+        else:
+            assert program(tmp_path / "apart", stop, 3)[-1] == 75
+    resumed, as_resumed, code = program(tmp_path / "apart")
+    assert code == 0
+    assert resumed == {number: losses[number] for number in resumed}
+    assert all(torch.equal(value, as_resumed[name]) for name, value in weights.items())
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")

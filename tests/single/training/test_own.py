@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.checkpoint.own import HERE, Buffers, ExtraState, Own, Provider, Saved, Unlike, mean
+from hvdtrain.checkpoint.own import Buffers, ExtraState, Moment, Own, Provider, Saved, Unlike, mean
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import difference
 from hvdtrain.engines.single import SerialEngine
@@ -47,7 +47,7 @@ def carried(saved, into, count=1, *, same=False):
     """Save what one provider has, load it into another, and return the tensors between."""
     own = own_of(len(saved.values), saved)
     own.add("kept", saved)
-    tensors = own.save(HERE)
+    tensors = own.save(Moment())
     other = own_of(count, into, same=same)
     other.restore(tensors)
     other.add("kept", into)
@@ -105,7 +105,7 @@ def test_what_cannot_be_saved_is_refused_with_its_place(only_if_unlike):
     own = own_of(2, kept := Kept(1, {"a": [decimal.Decimal(1)]}, only_if_unlike=only_if_unlike))
     own.add("kept", kept)
     with pytest.raises(UserError, match=r"^what a rank has of its own holds a Decimal at \['a'\]\[0\], which a check"):
-        own.save(HERE)
+        own.save(Moment())
 
 
 def test_the_first_checkpoint_is_read_back(monkeypatch):
@@ -114,8 +114,8 @@ def test_the_first_checkpoint_is_read_back(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.checkpoint.own.unflattened", lambda packed, row: [1])
         with pytest.raises(UserError, match=r"^what a rank has of its own cannot be restored: \[0\] is a float and"):
-            own.save(HERE)
-    own.save(HERE)
+            own.save(Moment())
+    own.save(Moment())
 
 
 def test_equal_statistics_keep_their_bits_and_others_are_averaged():
@@ -125,7 +125,7 @@ def test_equal_statistics_keep_their_bits_and_others_are_averaged():
     nets = [nn.Sequential(nn.BatchNorm1d(1)) for _ in range(2)]
     for net in nets:
         net.register_buffer("mask", torch.rand(2))
-    states = [dict(Buffers([net]).state(HERE)) for net in nets]
+    states = [dict(Buffers([net]).state(Moment())) for net in nets]
     states[1]["0.running_mean"] = torch.tensor([3.0])
     masks, net = [state["mask"].clone() for state in states], nn.Sequential(nn.BatchNorm1d(1))
     net.register_buffer("mask", torch.zeros(2))
@@ -148,7 +148,7 @@ class Told(nn.Module):
 def test_a_layer_takes_its_own_and_says_what_does_not_match():
     layer, lines, given = Told(), [], []
     layer.told = 1
-    saved = [ExtraState(layer).state(HERE), {"_extra_state": 2}]
+    saved = [ExtraState(layer).state(Moment()), {"_extra_state": 2}]
     ExtraState(layer).load(Saved(saved, 1, 2, same=False))
     assert layer.told == 2
     ExtraState(layer).load(Saved(saved, 1, 3, same=False))
