@@ -1,5 +1,6 @@
 """Turns gradients of means over samples into those over other items: tokens, or the samples that a collate_fn left in."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,11 @@ class Counts:
         self._counts, self.given = {}, False
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer], number: int, count: Tensor | float) -> float | Tensor:
-        """Note the `count` of backward pass `number`. Return the factor for its loss; `divide` divides by the sum later."""
+        """Note the `count` of backward pass `number`. Return the factor for its loss; `divide` divides by the sum later.
+        Raises UserError."""
+        waits = isinstance(count, Tensor) and count.device.type != "cpu"  # the host, to read it
+        if not waits and not 0 <= float(count) < math.inf:
+            raise UserError(f"step {self._number}: step.backward(count=...) got {float(count):g}: give it 0 or more")
         self.given = True
         for one in optimizers:
             self._counts.setdefault(one, {})[number] = count

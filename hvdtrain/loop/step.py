@@ -335,7 +335,7 @@ class Step:
         shared.clock.mark("compute", at=prepared.engine.gradients_ready_at)
         if not self.backwards:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
-        passes = len(self._planned.batches)
+        passes, first = len(self._planned.batches), not prepared.dense
         for optimizer, count in self.backwards.items():
             if count != passes:
                 raise UserError(
@@ -351,6 +351,9 @@ class Step:
                     break
             prepared.engine.synchronize(optimizer)
             self._reduced[optimizer] = True
+        if first:
+            count_given = "one" if self.items is not None and self.items.given else "none"
+            shared.engine.require_equal("count= of step.backward()", count_given, "give it on all ranks, or on none")
         if self.items is not None or self._input.may_leave_out:
             self._divide()
         shared.clock.mark("communication")

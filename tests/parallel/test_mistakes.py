@@ -117,6 +117,7 @@ def one_cycle_of_one_process(run, model, optimizer, last):
 def program(
     engine, *flags, net_of=lambda last: nn.Linear(3, 1), optimizer_of=sgd, data=lambda last: X,
     before=lambda run, model, optimizer, last: None, each=lambda run, rows, last: None,
+    count_of=lambda last: None,
 ):  # fmt: skip
     """Train; the last rank gets True for `last`, and may be unlike the others."""
     last = engine.rank == engine.size - 1
@@ -129,7 +130,7 @@ def program(
             each(run, rows, last)
             return model(rows).square().mean()
 
-        fit(run, [data(last)], loss_of)
+        fit(run, [data(last)], loss_of, count=count_of(last))
     return net
 
 
@@ -203,6 +204,10 @@ NEED_TWO = {  # ranks that differ
     "a buffer of one rank alone": (
         dict(each=shifted),
         r"^the buffer shift is nothing on rank 0, and \[\] float32 on rank \d: make it alike on every rank, or",
+    ),
+    "a count on some ranks": (
+        dict(count_of=lambda last: None if last else 4.0),
+        r"ranks disagree about count= of step.backward\(\): rank 0 has one, rank \d has none: give it on all ranks, or",
     ),
     "a sampler of fewer samples than ranks": (
         dict(data=lambda last: DataLoader(TensorDataset(X), 4, sampler=SubsetRandomSampler([0]))),

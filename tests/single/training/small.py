@@ -44,17 +44,19 @@ def network() -> nn.Module:
 def fit(
     run: Run, data: Sequence[Any], loss_of: Callable[..., Tensor], *,
     epochs: int | None = None, steps: int | None = None, each: Callable[[Step], object] = lambda step: None,
+    count: float | None = None,
 ) -> list[float]:  # fmt: skip
     """The loop as its author writes it; return the loss of each step's last micro-batch.
 
     loss_of: the loss of a micro-batch, given the step and the parts of the batch. each: is called after each update.
+    count: of each micro-batch.
     """
     losses = []
     for _ in run.epochs(epochs or (None if steps else run.flags.epochs), steps=steps):
         for step in run.steps(*data):
             for batch in step.batches():
                 loss = loss_of(step, *(batch if isinstance(batch, (tuple, list)) else [batch]))
-                step.backward(loss)
+                step.backward(loss, count=count)
             step.update()
             losses.append(loss.item())
             each(step)

@@ -274,6 +274,10 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
     "records": {
         "the output instead of its loss": (
             {'model(**batch)["loss"]': "model(**batch)"}, r"step.backward\(\) got a dict, not a scalar: give it the loss in it"),
+        "a negative count": (
+            {'batch["labels"] >= 0': 'batch["labels"] - 1'}, r"step 1: step.backward\(count=...\) got -\d+: give it 0 or more"),
+        "a count that is no number": (
+            {'batch["labels"] >= 0': 'batch["labels"] / 0'}, r"step 1: step.backward\(count=...\) got nan: give it 0 or more"),
         "no items counted": (
             {'batch["labels"] >= 0': 'batch["labels"] > 1'}, r"step.backward\(count=...\) was 0 or less over all ranks"),
     },
