@@ -51,11 +51,11 @@ BUDGETS = {
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
     "tests/horovod_calls": 550,
-    "tests/parallel": 3280,  # with optimizers that share out their state, --virtual-ranks, ranks in different collectives
+    "tests/parallel": 3300,  # with optimizers that share out their state, --virtual-ranks, ranks in different collectives
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23670,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
+    "tests/single": 23680,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
     "tests/twins": 2030,
 }
 
