@@ -265,6 +265,11 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
     mine += [f"{kind_of(buffer)} buffer{sparse_values(buffer)}" for model in models for buffer in model.buffers()]
     mine += [name for model in models for name in extra_state(model)]
     mine += [type(optimizer).__name__ for optimizer in optimizers]
+    names = {parameter: name for name, parameter in named_parameters(models)}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"of group {number} of {type(optimizer).__name__}"
+            mine += [f"{names.get(one, 'another')} as parameter {i} {place}" for i, one in enumerate(group["params"])]
     digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
     if len(set(digests)) == 1:
         return
@@ -273,7 +278,7 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
         first = next((pair for pair in zip_longest(theirs[0], other, fillvalue="nothing") if pair[0] != pair[1]), None)
         if first is not None:
             message = f"rank 0 has {first[0]} where rank {rank} has {first[1]}"
-            remedy = "build the same models and optimizers on every rank"
+            remedy = "build the same models and optimizers on every rank, without sets, whose order differs"
             raise UserError(f"run.prepare(): {message}: {remedy}", everywhere=True)
 
 

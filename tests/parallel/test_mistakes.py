@@ -56,6 +56,11 @@ def sgd(net, last=False):
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
+def reversed_if(last, parameters):
+    """As a set may order them, by their addresses."""
+    return list(parameters)[:: -1 if last else 1]
+
+
 def adam_on_one(net, last):
     return torch.optim.Adam(net.parameters()) if last else sgd(net)
 
@@ -161,6 +166,10 @@ NEED_TWO = {  # ranks that differ
         r"rank 0 has \[3, 3\] float32 buffer, sparse, SHA-256 \w{12} where rank \d has \[3, 3\] float32 buffer, sparse",
     ),
     "another optimizer": (dict(optimizer_of=adam_on_one), r"rank 0 has SGD where rank \d has Adam"),
+    "an optimizer whose parameters come from a set": (
+        dict(optimizer_of=lambda net, last: torch.optim.SGD(reversed_if(last, net.parameters()), lr=0.1)),
+        r"rank 0 has weight as parameter 0 of group 0 of SGD where rank \d has bias as parameter 0 .*: .* without sets",
+    ),
     "other data": (
         dict(data=lambda last: X[: N - last]),
         r"the number of samples of run.steps\(\): rank 0 has 22, rank \d has 21: give every rank all samples",
