@@ -204,6 +204,8 @@ def refuse_unsupported(engine: str, given: Mapping[str, object]) -> None:
         value = given.get(name)
         if value is None or (refused is not None and value not in refused):
             continue
+        if name == "reduction" and given.get("virtual_ranks") is not None:  # one process adds up its ranks, too
+            continue
         lacking = {other: UNSUPPORTED[other].get(name, ()) for other in ENGINES}
         able = [other for other, values in lacking.items() if values is not None and value not in values]
         flag, how = f"--{name.replace('_', '-')} {value}", f"leave it out, or use --engine {' or '.join(able)}"

@@ -42,7 +42,9 @@ def hash_of(server, ranks, case, processes, flags=(), kills=()):
 
 CASES = [
     (3, ["norm", "loader", "batched"], [], [2, 1, 3]),
-    (5, ["norm", "channels_last", "average", "sampler", "batched", "share"], [], [2, 3, 1]),
+    pytest.param(
+        5, ["norm", "channels_last", "average", "sampler", "batched", "share"], [], [2, 3, 1], marks=pytest.mark.slow
+    ),
     pytest.param(4, ["norm", "count", "two"], ["--accumulate", "2"], [3, 1, 4], marks=pytest.mark.slow),
     pytest.param(6, ["norm", "unused", "average"], ["--amp", "bf16"], [1, 4, 5], marks=pytest.mark.slow),
     pytest.param(3, ["batches"], ["--reduction", "sum"], [3, 2, 1], marks=pytest.mark.slow),
