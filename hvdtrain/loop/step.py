@@ -63,6 +63,9 @@ class Shared:
     features: "Features"
     step: "Step | None" = None  # the current one
 
+    def __post_init__(self) -> None:
+        self.own = tuple(self.engine.own)  # the ranks that this process computes, one after the other
+
 
 class Tally(NamedTuple):
     """Of one rank, the sums of the loss and of recorded values over its samples, and their counts. Tensors stay on the
@@ -86,7 +89,9 @@ class Step:
         self.last = last  # of its epoch, or of all
         self.ends_epoch = False  # whether the script has called `run.end_epoch`
         self.count = planned.count  # samples, over all ranks and micro-batches
-        self.tallies = {rank: Tally({}, {}) for rank in shared.engine.own}
+        self.tallies: dict[int, Tally] = {}
+        for rank in shared.own:
+            self.tallies[rank] = Tally({}, {})
         self.local_count = 0  # samples of this rank
         self.gradient_norm: Tensor | None = None  # before clipping, if `update` clipped
         # Whether an update was skipped, because a gradient was not finite; None: that is not known yet.
@@ -162,10 +167,10 @@ class Step:
 
         number: how many there are in a micro-batch. Raises UserError.
         """
-        engine, of_ranks = self._shared.prepared.engine, []
-        for begin, passes in self._turns().items():
-            engine.take_turn(begin)
-            loaded = [self._load(i) for i in passes]
+        engine, of_ranks, passes = self._shared.prepared.engine, [], self.micro_batches // len(self._shared.own)
+        for turn, rank in enumerate(self._shared.own):
+            engine.take_turn(rank)
+            loaded = [self._load(turn * passes + i) for i in range(passes)]
             own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
             if wrong := [amount for amount, _ in own if amount.numel() != 1]:
                 remedy = "return their number in the micro-batch, such as a sum"
@@ -186,10 +191,10 @@ class Step:
         shared, loop = self._shared, self._loops
         prepared, count = shared.prepared, self.micro_batches
         self._begin_loop(loop, count)
-        begins = {passes[0]: rank for rank, passes in self._turns().items()}
+        passes = count // len(shared.own)  # of each rank of this process: as many for all
         for number in range(count):
-            if number in begins:
-                self._begin_turn(begins[number], loop)
+            if number % passes == 0:
+                self._begin_turn(shared.own[number // passes], loop)
             batch = self._batch = self._load(number)
             shared.clock.mark("loading")
             self.micro_batch, self._calls = number, 0
@@ -226,12 +231,6 @@ class Step:
 
             self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
             self._outputs.begin(loop)
-
-    def _turns(self) -> dict[int, range]:
-        """Return the numbers of the micro-batches of each rank that this process computes: each rank has as many."""
-        own = self._shared.engine.own
-        passes = len(self._planned.batches) // len(own)
-        return {rank: range(turn * passes, (turn + 1) * passes) for turn, rank in enumerate(own)}
 
     def _begin_turn(self, rank: int | None, loop: int) -> None:
         """Go on as this rank, with its random numbers in this step, so that dropout is the same after a restart. None: the

@@ -168,8 +168,8 @@ EFFECTS: dict[str, list[tuple[str, str, Callable[[Trained], Any], Any]]] = {
         ("--tied --bias", "passes", lambda seen: (seen.model.sizes.tied, seen.model.sizes.bias), (False, False)),
         ("--context", "text", sizes, [(3, 8)] * 8),
         ("--steps", "text", summary("steps"), [4]),
-        ("--tokens", "text", lambda seen: seen.outputs[0].shape[-1], 256),
-        ("--tokens", "passes", lambda seen: seen.outputs[0].shape[-1], 28),  # characters are the default
+        ("--tokens", "text", lambda seen: seen.model.vocabulary, 256),
+        ("--tokens", "passes", lambda seen: seen.model.vocabulary, 28),  # characters are the default
         ("--lr --min-lr --warmup-steps", "text", rates, pytest.approx([0.25 / 3, 0.5 / 3, *FALLING])),
         ("--beta2 --weight-decay", "text", group(0, "betas", "weight_decay"), ["AdamW", (0.9, 0.75), 0.5]),
         ("--weight-decay", "text", group(1, "weight_decay"), ["AdamW", 0.0]),  # of vectors
@@ -386,9 +386,9 @@ def test_byte_pairs_have_the_size_that_was_asked_for_or_are_read(kept, book, tmp
         learned.train_from_iterator([BOOK], tokenizers.trainers.BpeTrainer(vocab_size=40, initial_alphabet=alphabet))
         learned.save(str(tmp_path / "own.json"))
         seen = trained(lm, f"{flags} --tokenizer {tmp_path}/own.json")
-        assert seen.outputs[0].shape[-1] == learned.get_vocab_size()
+        assert seen.model.vocabulary == learned.get_vocab_size()
     else:
-        assert trained(lm, f"{flags} --vocabulary-size 270", tmp_path / "out").outputs[0].shape[-1] == 270
+        assert trained(lm, f"{flags} --vocabulary-size 270", tmp_path / "out").model.vocabulary == 270
         assert trained(lm, f"{SMALL_LM} --sample über --output-dir {tmp_path / 'out'}").code == 0
         assert "über" in capsys.readouterr().out  # a character that was not in the text
 
