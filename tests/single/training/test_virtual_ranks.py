@@ -63,12 +63,13 @@ WORDS = ["norm", "channels_last", "two", "average", "count", "share", "unused", 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a training of each example on one process, and two on others
 @given(
     ranks=st.integers(2, 8), case=st.sets(st.sampled_from(WORDS)), kill=st.integers(2, 4), other=st.integers(2, 8),
     data=st.sampled_from(["", "loader", "sampler", "batches"]), accumulate=st.sampled_from(["1", "2"]),
     amp=st.sampled_from(["off", "bf16"]),
 )  # fmt: skip
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_bits_of_any_program(server, ranks, case, kill, other, data, accumulate, amp):
     flags, words = ["--accumulate", accumulate, "--amp", amp], sorted({*case, data} - {""})
     whole = hash_of(server, ranks, words, [1], flags)
