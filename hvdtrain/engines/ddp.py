@@ -389,9 +389,8 @@ def wait_for_all(store: "torch.distributed.Store", rank: int, size: int) -> None
     if store.add("hvdtrain.arrived", 1) >= size:
         store.set("hvdtrain.all", "")
     try:
-        store.wait(
-            ["hvdtrain.all"], timedelta(seconds=MEETING_SECONDS)
-        )  # not for each rank's key: that is their square
+        # Not for each rank's key: the questions of all ranks would be the square of their number.
+        store.wait(["hvdtrain.all"], timedelta(seconds=MEETING_SECONDS))
     except RuntimeError as error:
         if late := [other for other in range(size) if not store.check([f"hvdtrain.{other}"])]:
             raise TimeoutError(f"rank {listed(late)} did not connect within {MEETING_SECONDS:.0f} s") from error

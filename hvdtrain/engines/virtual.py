@@ -27,9 +27,8 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import COUNTER, flatten, statistics_of_layer
 
 Node = tuple[int, int]  # of the tree: its level, 0 for a rank, and its place in it
-ALIGNED = (
-    128  # numbers: each gradient begins at a multiple in what is exchanged, as kernels may add otherwise elsewhere
-)
+# Numbers: each gradient begins at a multiple of it in what is exchanged, as kernels may add otherwise elsewhere.
+ALIGNED = 128
 
 
 def owned(process: int, processes: int, ranks: int) -> range:

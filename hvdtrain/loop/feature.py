@@ -1,6 +1,6 @@
 """The interface of a feature: what a training may have beside its core.
 
-A feature is one file in training/features, and its lines in loop/start.py, which makes it if the flags ask for it. The
+A feature is one file in hvdtrain/features, and its lines in loop/start.py, which makes it if the flags ask for it. The
 core calls these methods and imports no feature. Without the file and the line, all else works.
 """
 

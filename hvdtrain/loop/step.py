@@ -64,7 +64,8 @@ class Shared:
     step: "Step | None" = None  # the current one
 
     def __post_init__(self) -> None:
-        self.own = tuple(self.engine.own)  # the ranks that this process computes, one after the other
+        # The ranks that this process computes, one after the other. They never change, and each step reads them.
+        self.own = tuple(self.engine.own)
 
 
 class Tally(NamedTuple):

@@ -70,7 +70,7 @@ def test_an_optimizer_that_shares_out_its_state_is_refused_at_the_first_checkpoi
 ):
     """A checkpoint has rank 0's, with which the others went on: other weights, exit code 0."""
     if engine.size == 1 or engine.name != "ddp":
-        pytest.skip("they ask torch.distributed which rank they are")
+        pytest.skip("needs two ranks of ddp: these optimizers ask torch.distributed which rank they are")
     argv = ("--output-dir", shared_directory, "--checkpoint-steps", "2")
     with pytest.raises(UserError, match=f"^{told}.*: use one that keeps all"), a_run(engine, *argv, epochs=1) as run:
         net = nn.Linear(3, 1)
