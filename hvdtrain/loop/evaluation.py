@@ -258,14 +258,19 @@ class Evaluation:
 
 @contextlib.contextmanager
 def evaluation_modes(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager in which the models are in evaluation mode."""
+    """Context manager in which the models are in evaluation mode.
+
+    A module whose own `train` does more than set the mode is asked for it again: an adapter takes itself out of the weights.
+    """
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
+        for module, training in modes:  # the outer ones first: their `train` sets the modes of the inner ones, too
+            if module.training != training and type(module).train is not nn.Module.train:
+                module.train(training)
             module.training = training
 
 

@@ -494,6 +494,43 @@ def test_tensors_and_paths_in_the_summary_are_numbers_and_text(tmp_path):
     assert (summary(tmp_path)["best"], summary(tmp_path)["where"]) == (0.5, str(tmp_path))
 
 
+class Adapted(nn.Linear):
+    """As in loralib: evaluation mode adds the adapter to the weight, and training mode takes it out again."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.adapter, self.merged = nn.Parameter(torch.zeros(1, 3)), False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.adapter.T
+
+
+def test_a_module_whose_train_does_work_is_trained_on_after_an_evaluation():
+    with training.start(flags_for()) as run:
+        net = nn.Sequential(Adapted(), nn.BatchNorm1d(1).eval())
+        model, _ = run.prepare(net, torch.optim.SGD([net[0].adapter], lr=0.1))
+        adapters = [net[0].adapter.tolist()]
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward((model(x).squeeze(1) - y).square().mean())
+                step.update()
+            adapters.append(net[0].adapter.tolist())
+            with run.evaluating(N):
+                assert net[0].merged
+                run.record(loss=torch.zeros(N))
+            assert not net[0].merged
+            assert [module.training for module in net.modules()] == [True, True, False]
+    assert adapters[0] != adapters[1] != adapters[2]
+
+
 def test_each_value_of_an_evaluation_is_divided_by_its_own_count():
     with training.start(flags_for()) as run:
         prepared(run)
