@@ -55,7 +55,7 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23680,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
+    "tests/single": 23720,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
     "tests/twins": 2030,
 }
 
