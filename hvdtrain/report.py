@@ -113,12 +113,12 @@ def table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str
 def figures(run: RecordedRun) -> dict[str, str]:
     """Return the results by name; for a run that has not ended, the results so far."""
     found = results(run)
-    spent, whole = number(run.summary.get("train_seconds")), run.seconds
-    if len(run.attempts) == 1:  # the summary's has the start of the process
-        whole = number(run.summary.get("total_seconds")) or whole
+    spent = number(run.summary.get("train_seconds"))
+    wholes = [attempt.began + attempt.ran for attempt in run.attempts]  # of each process, from its start
+    wholes[-1:] = [number(run.summary.get("total_seconds")) or wholes[-1]]
     if spent is not None and isfinite(spent):
         found["training"] = f"{spent:,.1f} s"
-    found["in all"] = f"{whole:,.1f} s"
+    found["in all"] = f"{sum(wholes):,.1f} s"
     last: Event = run.train[-1] if run.train else {}
     for name, unit in ((RATE, "samples/s"), ("tokens_per_second", "tokens/s"), ("samples", "")):
         value = number(run.summary.get(name, last.get(name)))

@@ -19,7 +19,7 @@ FLAGS = "For `parser.add_argument(..., type=training.positive)`: each refuses wh
 RUN = (
     "output_dir", "say", "event", "heartbeat", "alone", "raising_together", "to_device", "autocast", "describe_data",
     "prepare", "register", "progress", "epochs_done", "best", "epochs", "total_steps", "gather", "steps", "evaluating",
-    "predict", "evaluation", "record", "export", "summary",
+    "predict", "evaluation", "record", "end_epoch", "stop", "load_best", "export", "summary",
 )  # fmt: skip
 # Collectives for a program's own values. Those who write an engine read hvdtrain/engines/base.py.
 ENGINE = (

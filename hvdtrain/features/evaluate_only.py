@@ -136,7 +136,7 @@ class EvaluationRun(Run):
         self.metrics_logger.evaluation(None)
         self.say(self.metrics_logger.epoch())
 
-    def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
+    def steps(self, *data: Any, changes: bool = False, restart: bool = False) -> Iterator[Step]:
         self.require_head()
         self.stage = Stage.TAIL
         return iter(())

@@ -49,6 +49,7 @@ class Input(ABC):
     per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
     split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
     changes = False  # another epoch may have other data
+    restart: bool | None = None  # of several data sets: whether each epoch begins all of them anew; None: it is one
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
     only_one_rank = ""  # what these data are, if a process cannot read them for several ranks (--virtual-ranks)

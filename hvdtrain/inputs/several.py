@@ -2,7 +2,8 @@
 
 The first one determines the epochs. Where a pass takes n of its samples, over all ranks, it takes n times R of another one:
 R is the ratio of their batch sizes. Each rank takes the same share of both, so one weight holds for the sum of their losses.
-The position in each follows from the number of samples of the first one that are done.
+The position in each follows from the number of samples of the first one that are done: since the beginning of training, or
+with `restart=True` since that of the epoch.
 """
 
 from argparse import Namespace
@@ -27,14 +28,13 @@ from hvdtrain.loop.state import Initial, TrainState
 Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
 
 
-def of_other(plan: Plan, part: Part, done: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
+def of_other(plan: Plan, part: Part, position: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
     """Yield (epoch, batch), as a Plan does: this rank's samples of another data set than the first.
 
-    plan: of the first one. done: samples of the first one that are done. seed: of the order.
+    plan: of the first one. position: in samples, since the beginning of training, through all epochs. seed: of the order.
     """
     source, ratio = part
     order = lru_cache(2)(lambda epoch: source.order(seed, epoch))
-    position = done * ratio  # counted from the beginning of training through all epochs
     for _, batch in plan:
         epoch, missing, taken = position // source.per_epoch, batch.together * ratio, list[Tensor]()
         while missing:
@@ -57,6 +57,7 @@ class Several(Input):
     """Several inputs in one step, by name. Batches are dictionaries with a part for each. Raises UserError."""
 
     only_one_rank = "several data sets in a step"
+    restart = False
 
     def __init__(self, kinds: Sequence[Kind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
         """kinds: of the parts."""
@@ -89,9 +90,17 @@ class Several(Input):
         plan = self._plan.of_epoch(self._state.epoch)
         self._first.read(plan)
         for name, part in self._others:
-            given = plan, part, self._state.samples, mixed_seed(plan.seed, name) >> 1
+            given = plan, part, self._position(part), mixed_seed(plan.seed, name) >> 1
             part[0].read(of_other(*given))
             self._planned[name] = of_other(*given)
+
+    def _position(self, part: Part) -> int:
+        """Return how many samples of another data set than the first come before the rest of this epoch."""
+        source, ratio = part
+        if not self.restart:
+            return self._state.samples * ratio
+        passes = -(-self.per_epoch * ratio // source.per_epoch)  # epochs of the other one, begun in each of the first
+        return self._state.epoch * passes * source.per_epoch + self._state.samples_of_epoch * ratio
 
     def close(self) -> None:
         for source, _ in self._parts.values():

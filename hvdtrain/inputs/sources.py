@@ -70,18 +70,23 @@ class Data:
         require_default_device()
         return evaluation_batches(self._kinds(), self._engine, data, self._flags.seed)
 
-    def of_epoch(self, data: tuple[Any, ...], changes: bool, begin: Begin) -> Input:
+    def of_epoch(self, data: tuple[Any, ...], changes: bool, restart: bool, begin: Begin) -> Input:
         """Return the input for the arguments of `run.steps` in this epoch. In the first one, training begins. A collective.
 
         begin: called with a new input.
         """
         require_default_device()
         before = self.input
-        if before is not None and same(data, self._given) and not changes:
+        if before is not None and same(data, self._given) and bool(before.restart) == restart and not changes:
             return before
         with kept():  # a DataLoader draws a seed for its workers when it begins
             opened = self.open(data)
             opened.changes = changes
+            if opened.restart is not None:
+                opened.restart = restart
+            elif restart:
+                remedy = "leave it out, an epoch of one begins anew by itself"
+                raise UserError(f"run.steps(..., restart=True) is for several data sets: {remedy}", everywhere=True)
             remedy = "give every rank all samples, each takes its part of them"
             self._engine.require_equal("the number of samples of run.steps()", opened.samples, remedy)
             if before is not None and before.samples != opened.samples and not changes:

@@ -39,7 +39,7 @@ from hvdtrain.output.run_output import RunOutput
 
 
 class Run:
-    """One training run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation."""
+    """A run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation, exit_code."""
 
     shares_buffers = True  # before an evaluation: ranks have changed their own while training
     buffers: SharedBuffers  # from `prepare` on
@@ -304,18 +304,18 @@ class Run:
 
     # ---- the loop over steps
 
-    def steps(self, *data: Any, changes: bool = False) -> Iterator[Step]:
+    def steps(self, *data: Any, changes: bool = False, restart: bool = False) -> Iterator[Step]:
         """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
         data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
-        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a
-        DataLoader over an IterableDataset, or a loader with a state_dict), each rank gives its part. changes: the data of
-        another epoch may be others, of another length or with other batches.
+        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a loader
+        of an IterableDataset, or with a state_dict), each rank gives its part. changes: the data of another epoch may be
+        others, of another length or with other batches. restart: each epoch begins all of several data sets anew.
         """
         self.require_head()
         self.prepared().require_same_parameters()
         self.stage = Stage.STEPS
-        return self._steps(self.data.of_epoch(data, changes, self._begin_reading))
+        return self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading))
 
     def _begin_reading(self, opened: Input, *, first: bool) -> None:
         """Plan the steps over data that are given for the first time, or have changed. A collective."""

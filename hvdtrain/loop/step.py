@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hvdtrain.output.clock import Clock
 
 UPDATE = "call step.update() after the loop over step.batches()"
+LEFT = "the loop over step.batches() was left, as by `break`: let it end, and call run.end_epoch() or run.stop() to end more"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
 
 
@@ -81,7 +82,8 @@ class Tally(NamedTuple):
 
 
 class Step:
-    """One training step, yielded by `for step in run.steps(...)`."""
+    """A step of training, by `for step in run.steps(...)`. Attributes: number (from 1, since the beginning of training),
+    logged, last (of its epoch, or of all), count (samples of all ranks), local_count, gradient_norm (before clipping)."""
 
     def __init__(self, shared: Shared, planned: PlannedStep, source: Input, *, logged: bool, last: bool):
         """logged, last: see the attributes."""
@@ -107,6 +109,7 @@ class Step:
         self._shared, self._planned, self._input = shared, planned, source
         self._samples = shared.state.samples  # of all steps before
         self._batch: Batch | None = None  # the current micro-batch
+        self._left = False  # whether a loop over `batches` was left by `break`
         self._loops = 0  # calls of `batches`
         self._calls = 0  # calls of `backward` for this micro-batch
         self._passes = 0  # backward passes in this loop
@@ -188,7 +191,7 @@ class Step:
         another optimizer's update in the same step, call it again: it yields the same micro-batches.
         """
         if self._batch is not None:
-            raise UserError("step.batches() inside step.batches(): end the first loop before the next")
+            raise self._not_ended("step.batches() inside step.batches(): end the first loop before the next")
         shared, loop = self._shared, self._loops
         prepared, count = shared.prepared, self.micro_batches
         self._begin_loop(loop, count)
@@ -201,7 +204,11 @@ class Step:
             self.micro_batch, self._calls = number, 0
             local = prepared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
             with local, shared.autocast():
-                yield batch if batch.data is None else batch.data
+                try:
+                    yield batch if batch.data is None else batch.data
+                except GeneratorExit:  # of a loop that is left by `break`
+                    self._left = True
+                    raise
             self._batch = None
             if not self._calls:
                 raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
@@ -218,6 +225,10 @@ class Step:
                 self._unscaled.add(one)
         for reduced in shared.features.reduced:
             reduced(self)
+
+    def _not_ended(self, inside: str) -> UserError:
+        """Return what is wrong in a loop over `batches`, or after it was left."""
+        return UserError(f"step {self.number}: {LEFT if self._left else inside}")
 
     def _begin_loop(self, loop: int, count: int) -> None:
         """Begin a loop (from 0) over `count` micro-batches."""
@@ -385,9 +396,7 @@ class Step:
         """
         shared, prepared = self._shared, self._shared.prepared
         if self._batch is not None:
-            raise UserError(
-                f"step {self.number}: step.update() inside the loop over step.batches(), or after a break: let it end first"
-            )
+            raise self._not_ended("step.update() inside the loop over step.batches(): let it end first")
         chosen = list(self._reduced) if optimizer is None else [prepared.own(optimizer)]
         if not chosen or chosen[0] not in self._reduced:
             raise UserError(f"step.update() without gradients: {BACKWARD} before it, to the loop's end")
@@ -425,6 +434,6 @@ class Step:
         if self._loops == 0:
             raise UserError(f"step {self.number} has no gradients: {BACKWARD}")
         if self._batch is not None:
-            raise UserError(f"step {self.number}: the loop over step.batches() was left early: let it run to its end")
+            raise self._not_ended(LEFT)
         if self._reduced or not self._updated:
             raise UserError(f"step {self.number} has gradients that were not applied: {UPDATE}")

@@ -29,7 +29,7 @@ LARGEST = 2**53  # floats represent every integer below this
 class Attempt:
     """One start of the run, until it ended or was killed."""
 
-    began: float  # `elapsed` of its first event: seconds on a monotonic clock
+    began: float  # `elapsed` of its first event: seconds since its process started
     before: float  # seconds that earlier attempts ran
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed

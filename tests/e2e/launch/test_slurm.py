@@ -293,3 +293,22 @@ def test_scancel_is_the_end(cluster, training, how, tmp_path):
     assert wait_for("stop")["step"] > 0
     assert cluster.state(job) == "CANCELLED"
     assert "cancelled, and not started again" in (tmp_path / f"hvdtrain-{job}.log").read_text()
+
+
+@pytest.mark.parametrize("added", ["", '{"event": "start"}'], ids=["nothing new", "a new start"])
+def test_a_stop_of_an_earlier_job_does_not_requeue_one_that_fails_under_torchrun(cluster, added, tmp_path):
+    """torchrun turns every exit code into 1. Only what this job has added to the record says that it has saved."""
+    record = tmp_path / "out" / "metrics.jsonl"
+    record.parent.mkdir()
+    record.write_text('{"event": "stop"}\n')
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        f"if os.environ['RANK'] == '0' and {added!r}:\n"
+        f"    print({added!r}, file=open({str(record)!r}, 'a'))\n"
+        "sys.exit(75)\n"
+    )
+    edits = {HOW: "how=torchrun", PROGRAM: f"output={tmp_path}/out; program=(python {program})"}
+    state, log = cluster.batch(edited(tmp_path, edits), 120)
+    assert state == "FAILED", log
+    assert "exit code 1: not started again" in log, log

@@ -25,6 +25,19 @@ def test_the_page_of_the_api_is_up_to_date():
     )
 
 
+@pytest.mark.parametrize(("name", "kind"), [("run", "Run"), ("step", "Step")])
+def test_what_pages_use_of_a_run_and_a_step_is_on_the_page_of_the_api(name, kind):
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/programs").glob("*.py"), ROOT / "README.md"]
+    used = {found for path in pages for found in re.findall(rf"(?<![\w./-]){name}\.([a-z]\w*)", path.read_text())}
+    page = (PAGES / "api.md").read_text()
+    attributes = page.partition(
+        f'<a id="{"hvdtrain.training" if kind == "Run" else "hvdtrain.loop.step"}.{kind}"></a>'
+    )[2]
+    listed = set(re.findall(rf"\b{kind}\.(\w+)", page)) | set(re.findall(r"\w+", attributes.partition("<a id")[0]))
+    assert len(used) > 5
+    assert used - listed - {"md"} == set()
+
+
 def test_every_command_is_listed():
     found = [path for path in (ROOT / "hvdtrain").rglob("*.py") if "\ndef parse(argv" in path.read_text()]
     names = {".".join(path.relative_to(ROOT / "hvdtrain").with_suffix("").parts) for path in found}

@@ -47,16 +47,25 @@ def resume(time: float, step: int) -> dict:
 
 
 def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
-    (run,) = read_runs([leave(
-        "run", start(100.0), step(101.0, 1), {"event": "checkpoint", "time": 101.5, "file": "x", "step": 1},
+    lines = (
+        start(100.0), step(101.0, 1), {"event": "checkpoint", "time": 101.5, "file": "x", "step": 1},
         step(102.0, 2, loss=7.0), step(103.0, 3, loss=7.0), evaluation(103.0, accuracy=0.5),
         start(1000.0), resume(1000.5, 1), step(1002.0, 2), step(1003.0, 3), evaluation(1004.0, accuracy=0.6),
         end(time=1005.0, train_seconds=7.0),
-    )])  # fmt: skip
+    )  # fmt: skip
+    # The processes had started 2 and 3 seconds before.
+    (run,) = read_runs(
+        [
+            leave(
+                "run",
+                *(line | {"elapsed": (line["time"] - 100) % 900 + (2 if line["time"] < 999 else 3)} for line in lines),
+            )
+        ]
+    )
     assert [(e["step"], e["loss"], e["seconds"]) for e in run.train] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
     assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
     assert [(event["accuracy"], event["samples"]) for event in run.evaluations] == [(0.6, 192)], "not the lost one"
-    assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7.0 s", "8.0 s")
+    assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7.0 s", "13.0 s")
     assert page.figures(run)["state"] == "ended, 1 restart, from step 1"
 
 

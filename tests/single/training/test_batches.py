@@ -51,12 +51,12 @@ COLLATED = {
 }
 
 
-def trained(flags, data, take, each=lambda step: None):
+def trained(flags, data, take, each=lambda step: None, **how):
     with training.start(flags) as run:
         net = nn.Linear(1, 1)
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
         for _ in run.epochs(flags.epochs):
-            for step in run.steps(data):
+            for step in run.steps(data, **how):
                 for batch in step.batches():
                     step.backward(model(take(batch, step)).mean())
                 step.update()
@@ -130,7 +130,7 @@ def two(**options):
     return {"labelled": first, "unlabelled": other}
 
 
-def used(flags, data, kill=None):
+def used(flags, data, kill=None, **how):
     seen = {"labelled": [], "unlabelled": []}
 
     def take(batch, step):
@@ -138,7 +138,7 @@ def used(flags, data, kill=None):
             seen[name].extend(x[:, 0].int().tolist())
         return torch.cat([x for (x,) in batch.values()])
 
-    trained(flags, data, take, small.kill_at(kill))
+    trained(flags, data, take, small.kill_at(kill), **how)
     return seen
 
 
@@ -156,6 +156,23 @@ def test_two_data_sets_each_keep_their_position(options, tmp_path):
     with pytest.raises(small.Killed):
         used(flags, two(**options), kill=8)
     rest = used(flags, two(**options))
+    for name, samples in rest.items():
+        assert 0 < len(samples) < len(whole[name])
+        assert samples == whole[name][-len(samples) :]
+
+
+def test_with_restart_each_epoch_begins_all_data_sets_anew(tmp_path):
+    whole = used(flags_for(), two(shuffle=True), restart=True)
+    epochs = [whole["unlabelled"][3 * N * epoch : 3 * N * (epoch + 1)] for epoch in range(3)]
+    for epoch in epochs:
+        assert Counter(epoch[:31]) == dict.fromkeys(range(31), 1)
+        assert max(Counter(epoch).values()) - min(Counter(epoch).values()) <= 1
+    assert len({tuple(epoch) for epoch in epochs}) == 3, "each in an order of its own"
+    assert used(flags_for(), two(), restart=True)["unlabelled"][3 * N :][:31] == list(range(31))
+    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    with pytest.raises(small.Killed):
+        used(flags, two(shuffle=True), kill=8, restart=True)
+    rest = used(flags, two(shuffle=True), restart=True)
     for name, samples in rest.items():
         assert 0 < len(samples) < len(whole[name])
         assert samples == whole[name][-len(samples) :]

@@ -132,7 +132,12 @@ MISTAKES = {
     "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: give it both"),
     "an epoch that is left": (dict(after_update="break"), "epoch 1 was left after 0 of 40 samples"),
     "a number of each sample": (dict(at_step="step.per_sample(lambda batch: batch[0])"), r"step.per_sample\(\) got a tensor of shape \(8, 3\)"),
-    "a batch loop that is left": (dict(before="flags.accumulate = 2", in_batches="break"), r"step.update\(\) inside the loop"),
+    "a batch loop that is left": (
+        dict(before="flags.accumulate = 2", in_batches="break"), r"^step 1: the loop over step.batches\(\) was left, as by `break`: let"),
+    "a batch loop of one that is left": (dict(in_batches="break", update=""), r"^step 1: .* left, as by `break`: .*run.end_epoch\(\)"),
+    "a batch loop that is left and begun again": (
+        dict(in_batches="break", update="next(step.batches())"), r"^step 1: the loop over step.batches\(\) was left"),
+    "one data set that begins anew": (dict(data="X, Y, restart=True"), r"restart=True\) is for several data sets: leave it out"),
     "no epochs": (dict(epochs="1.5"), "takes a whole number of at least 0, not 1.5"),
     "a loader with its own DistributedSampler": (
         dict(data="DataLoader(DATA, 8, sampler=torch.utils.data.DistributedSampler(DATA, 2, 0))"), "leave it out, the samples are"),
