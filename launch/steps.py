@@ -16,29 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 GIB = 1 << 30
-Remedies = Sequence[tuple[str, str]]  # what a text says, as a regular expression, and the remedy
+Remedies = Mapping[str, str]  # what a text says, as a regular expression, and the remedy
+NO_SPACE, NO_PROCESSES = r"No space left on device|Disk quota exceeded", "Resource temporarily|can't start new thread"
 # The limits of the system, as its errors and the output of programs name them.
-LIMITS: Remedies = (
-    (
-        r"No space left on device|Disk quota exceeded",
-        "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)",
-    ),
-    (
-        r"Resource temporarily unavailable|can't start new thread",
-        "allow more processes: end some, raise `ulimit -u`, or --jobs 1",
-    ),
-)
-PLACES: Remedies = (
-    (
-        "Read-only file system|Permission denied|File exists|Not a directory",
-        "choose a place that you can write to (--cache-dir, TMPDIR)",
-    ),
-)
+LIMITS: Remedies = {
+    NO_SPACE: "free some space, or choose another place (for the checkout, --cache-dir, TMPDIR)",
+    NO_PROCESSES: "allow more processes: end some, raise `ulimit -u`, or --jobs 1",
+}
+NO_WRITING = "Read-only file system|Permission denied|File exists|Not a directory"
+PLACES: Remedies = {NO_WRITING: "choose a place that you can write to (--cache-dir, TMPDIR)"}
 
 
 def remedy_of(text: str, remedies: Remedies) -> str | None:
     """Return the remedy for what `text` says, if there is one."""
-    return next((remedy for pattern, remedy in remedies if re.search(pattern, text)), None)
+    return next((remedy for pattern, remedy in remedies.items() if re.search(pattern, text)), None)
 
 
 def pins() -> dict[str, str]:
@@ -70,7 +61,7 @@ def main_with_exit_codes(main: Callable[[], None]) -> None:
     except BuildFailure as error:
         sys.exit(_fail(name, error, 1))
     except OSError as error:
-        remedy = remedy_of(str(error), (*LIMITS, *PLACES))
+        remedy = remedy_of(str(error), {**LIMITS, **PLACES})
         sys.exit(_fail(name, f"{error}: {remedy}" if remedy else error, 2 if remedy else 1))
     except KeyboardInterrupt:
         sys.exit(_fail(name, "interrupted", 130))
@@ -99,10 +90,10 @@ def run(
             cwd=cwd,
             text=True,
             errors="replace",
+            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         ) as process:
             try:
                 assert process.stdout is not None

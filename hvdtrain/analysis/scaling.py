@@ -1,4 +1,4 @@
-"""How training scales: `hvdtrain.benchmark --np 1,2,4` starts itself with each engine on so many ranks.
+"""How training scales: `hvdtrain.benchmark --np 1,2,4` starts itself with each engine on so many ranks of this host.
 
 The bound is as many ranks that train at the same time without communicating, and so share cores, caches and memory in the
 same way. Each round runs every configuration once, in a new order. Ratios are taken within a round, so that changes on the
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain import cli
 from hvdtrain.analysis import measuring
-from hvdtrain.analysis.launching import INTERRUPTED, VARIANTS, command, complaint, interrupt, run_job, slots
+from hvdtrain.analysis.launching import VARIANTS, command, run_job
 from hvdtrain.engines import lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
@@ -29,6 +29,10 @@ from hvdtrain.flags import Flags
 from hvdtrain.output.run_output import versions
 
 APART = "no communication"  # the bound
+NOT_PASSED = ("--engine", "--no-communication", "--collectives")
+ELSEWHERE = (
+    "--np measures this host; on several, start hvdtrain.benchmark, and again with --no-communication, by mpirun"
+)
 
 
 class Configuration(NamedTuple):
@@ -56,9 +60,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--np", type=rank_counts, metavar="N,N,...", help="start itself on so many ranks, and compare with the bound")
     add("--engines", type=cli.some_of(VARIANTS), help=f"with --np: of {','.join(VARIANTS)} (default: horovod,ddp)")
     add("--rounds", type=cli.positive_int, default=3, help="with --np: runs of every configuration (default: 3)")
-    add("--hosts", help="with --np: NAME:SLOTS,... for horovodrun and mpirun (default: this one)")
-    add("--interface", metavar="NAME", help="with --hosts: network interface between them (default: searched for)")
     add("--timeout", type=cli.positive, default=600, help="with --np: of a run, in seconds (default: 600)")
+    for flag in ("--hosts", "--interface"):
+        add(flag, action=cli.Gone, const=ELSEWHERE, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def settle(flags: Flags, argv: Sequence[str]) -> None:
@@ -69,20 +73,12 @@ def settle(flags: Flags, argv: Sequence[str]) -> None:
     add_flags(mine)
     mine.add_argument("--output-dir")
     passed = mine.parse_known_args(argv)[1]
-    for flag in ("--engine", "--no-communication", "--collectives"):
+    for flag in NOT_PASSED:
         if any(word.split("=")[0] == flag for word in passed):
             raise UserError(f"{flag} is not for --np, which compares --engines with their bound: leave it out")
     flags.engines = flags.engines or ["horovod", "ddp"]
     flags.output_dir = flags.output_dir or Path("runs/scaling")
-    hosts = slots(flags.hosts) if flags.hosts else {}
-    if hosts and flags.np[-1] > sum(hosts.values()):
-        message = f"--np {flags.np[-1]}, but --hosts {flags.hosts} has {sum(hosts.values())} slots: add hosts or slots"
-        raise UserError(message)
-    if flags.interface and not hosts:
-        raise UserError("--interface joins hosts: name them with --hosts NAME:SLOTS,...")
-    if flags.threads is None:
-        most = min([flags.np[-1], max(hosts.values(), default=flags.np[-1])])  # ranks on one host
-        flags.threads = max(1, len(os.sched_getaffinity(0)) // most)
+    flags.threads = flags.threads or max(1, len(os.sched_getaffinity(0)) // flags.np[-1])
     flags.passed = [*passed, "--model", flags.model, "--repeats", str(flags.repeats), "--threads", str(flags.threads)]
 
 
@@ -97,10 +93,10 @@ def configurations(engines: Sequence[str], ranks: Sequence[int]) -> list[Configu
 
 def command_of(which: Configuration, flags: Flags, directory: Path) -> list[str]:
     """Return the command line that runs one configuration."""
-    bound = which.name == APART
-    variant = "ddp" if bound else which.name  # without communication, Gloo's threads sleep; Horovod's do not
-    words = [*flags.passed, "--output-dir", str(directory.absolute()), *["--no-communication"] * bound]
-    return command(variant, which.ranks, "hvdtrain.benchmark", words, flags.hosts, flags.interface)
+    words = [*flags.passed, "--output-dir", str(directory.absolute())]
+    if which.name == APART:  # without communication, Gloo's threads sleep; Horovod's do not
+        return command("ddp", which.ranks, "hvdtrain.benchmark", [*words, "--no-communication"])
+    return command(which.name, which.ranks, "hvdtrain.benchmark", words)
 
 
 def measure(which: Configuration, flags: Flags, directory: Path) -> dict[str, Any]:
@@ -108,14 +104,12 @@ def measure(which: Configuration, flags: Flags, directory: Path) -> dict[str, An
     log, result = directory / "log", directory / "benchmark.json"
     directory.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)  # of an earlier measurement
-    ended = run_job(command_of(which, flags, directory), flags.timeout, log)
-    if ended.code is None:
+    code = run_job(command_of(which, flags, directory), flags.timeout, log)
+    if code is None:
         raise UserError(f"not finished after {flags.timeout:g} s, killed; see {log}")
-    if ended.code != 0:
-        why = complaint(log)
-        raise UserError(f"exit code {ended.code}{f': {why}' if why else ''}; see {log}")
-    if not result.exists():
-        raise UserError(f"wrote no {result}: is --output-dir shared with the first of --hosts?")
+    if code != 0 or not result.exists():
+        said = [line.strip() for line in log.read_text(errors="replace").splitlines() if "rror" in line]
+        raise UserError(f"exit code {code}{f': {said[0]}' if said else ''}; see {log}")
     return dict(json.loads(result.read_text()))
 
 
@@ -155,18 +149,14 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
     """
     rows: list[Row] = []
     for which in planned:
-        here, bound = [results for results in rounds if which in results], Configuration(APART, which.ranks)
-        if not here:
-            continue
-        times = [results[which]["seconds_per_sample"] for results in here]
-        rows.append(
-            dict(
-                name=which.name, ranks=which.ranks, rounds=len(here),
-                samples_per_second=spread(rate(results[which]) for results in here),
-                efficiency=spread(rate(results[which]) / rate(results[bound]) for results in here if bound in results),
-                communication=statistics.median(one["communication"] / sum(one.values()) for one in times),
-            )
-        )  # fmt: skip
+        bound = Configuration(APART, which.ranks)
+        if here := [results for results in rounds if which in results]:
+            times = [results[which]["seconds_per_sample"] for results in here]
+            ratios = (rate(results[which]) / rate(results[bound]) for results in here if bound in results)
+            rates = spread(rate(results[which]) for results in here)
+            row = dict(name=which.name, ranks=which.ranks, rounds=len(here), samples_per_second=rates)
+            waits = statistics.median(one["communication"] / sum(one.values()) for one in times)
+            rows.append(row | dict(efficiency=spread(ratios), communication=waits))
     return rows
 
 
@@ -187,16 +177,16 @@ def table(rows: Sequence[Row]) -> str:
 
 def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.json to --output-dir. Raises UserError."""
-    runs = [
-        dict(round=number, name=which.name, **result)
-        for number, results in enumerate(rounds, 1)
-        for which, result in results.items()
-    ]
-    content = dict(
-        config=flags.given(), hardware=measuring.hardware(), versions=versions(), rows=rows, runs=runs,
-        failed={str(which): why for which, why in failed.items()},
-    )  # fmt: skip
-    measuring.write_json(flags.output_dir / "scaling.json", content)
+    numbered = [(number, *one) for number, results in enumerate(rounds, 1) for one in results.items()]
+    runs = [dict(round=number, name=which.name, **result) for number, which, result in numbered]
+    content = dict(config=flags.given(), hardware=measuring.hardware(), versions=versions(), rows=rows, runs=runs)
+    whole = content | dict(failed={str(which): why for which, why in failed.items()})
+    measuring.write_json(flags.output_dir / "scaling.json", whole)
+
+
+def interrupt(number: int, frame: object) -> None:
+    """Signal handler: raise KeyboardInterrupt."""
+    raise KeyboardInterrupt
 
 
 def run(flags: Flags) -> int:
@@ -206,19 +196,15 @@ def run(flags: Flags) -> int:
     planned = configurations(flags.engines, flags.np)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
     lines.say(f"{flags.model}, {flags.rounds} rounds, {threads}: {'; '.join(map(str, planned))}")
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > cores / 4:
-        lines.say(f"this machine is busy (load average {load:.1f}, {cores} cores): expect a wide spread")
     rounds: Rounds = []
     failed: dict[Configuration, str] = {}
     code = 0
     try:
         measure_all(flags, planned, rounds, failed)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = 130
         lines.put(sys.stderr, "interrupted: ended the running job, kept the measurements so far\n")
-    rows = summarize(rounds, planned)
-    if rows:
+    if rows := summarize(rounds, planned):
         lines.say(f"\n{table(rows)}\n")  # first: there may be no space to write it
         write(flags, rows, rounds, failed)
         lines.say(f"{flags.output_dir}/scaling.json")

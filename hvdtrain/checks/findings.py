@@ -6,11 +6,13 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partialmethod
 
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.engines.lines import result
 
 LEVELS = ("ok", "warning", "problem")
+Finding = dict[str, str]
 
 
 @dataclass
@@ -27,16 +29,12 @@ class Findings:
     """The findings of this rank. Each entry can be serialized as JSON."""
 
     def __init__(self) -> None:
-        self.all: list[dict[str, str]] = []
+        self.all: list[Finding] = []
 
-    def ok(self, what: str) -> None:
-        self.all.append(dict(level="ok", what=what, why="", do=""))
+    def add(self, level: str, what: str, why: str = "", do: str = "") -> None:
+        self.all.append(dict(level=level, what=what, why=why, do=do))
 
-    def warning(self, what: str, why: str, do: str) -> None:
-        self.all.append(dict(level="warning", what=what, why=why, do=do))
-
-    def problem(self, what: str, why: str, do: str) -> None:
-        self.all.append(dict(level="problem", what=what, why=why, do=do))
+    ok, warning, problem = partialmethod(add, "ok"), partialmethod(add, "warning"), partialmethod(add, "problem")
 
     def worst(self) -> str:
         """Return the highest level among the findings."""
@@ -54,7 +52,7 @@ class Findings:
             self.problem(f"{name}: {type(error).__name__}: {error}", "training would fail here too", "see the message")
 
 
-def merged(rows: list[list[dict[str, str]]], first: int = 0) -> list[dict[str, object]]:
+def merged(rows: list[list[Finding]], first: int = 0) -> list[dict[str, object]]:
     """Return each finding once, with its ranks, and the worst last, where a terminal shows it."""
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, findings in enumerate(rows, first):
@@ -69,17 +67,13 @@ def show(findings: list[dict[str, object]], size: int, as_json: bool) -> None:
     counts = Counter(finding["level"] for finding in findings)
     if as_json:
         levels = {level: counts[level] for level in LEVELS}
-        document = json.dumps({"world_size": size, **levels, "findings": findings}, indent=2)
-        result(document)
+        result(json.dumps({"world_size": size, **levels, "findings": findings}, indent=2))
         return
     text = []
     for finding in findings:
         ranks = finding["ranks"]
-        assert isinstance(ranks, list)
-        where = "" if len(ranks) == size and ranks[0] == 0 else f"  (rank {', '.join(str(rank) for rank in ranks)})"
+        where = "" if ranks == list(range(size)) else f"  (rank {str(ranks)[1:-1]})"
         text.append(f"{finding['level']:8} {one_line(finding['what'])}{where}")
-        for label, more in (("why", finding["why"]), ("do", finding["do"])):
-            if more:
-                text.append(f"         {label + ':':4} {one_line(more)}")
+        text += [f"         {label + ':':4} {one_line(finding[label])}" for label in ("why", "do") if finding[label]]
     text.append(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems")
     result("\n".join(text))

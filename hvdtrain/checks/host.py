@@ -1,6 +1,7 @@
 """This host without its GPUs: launchers, names, network interfaces, memory, disk, data."""
 
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -61,33 +62,26 @@ def check_interfaces(findings: Findings, here: Here) -> None:
         for name in [] if named.startswith("^") else named.split(","):  # ^: all but these
             plain = name.lstrip("=")
             if plain and "/" not in plain and not any(interface.startswith(plain) for interface in known):
+                what = f"{variable}={name}: no such interface here"
                 do = f"name one of {', '.join(sorted(known))} ({variable}, or --interface)"
-                findings.problem(
-                    f"{variable}={name}: no such interface here", "the ranks would not find each other", do
-                )
-    for name in sorted(known):
-        state = states.get(name)
+                findings.problem(what, "the ranks would not find each other", do)
+    for name in sorted(known.keys() & states.keys() - {"lo"}):
         addresses = [entry.address for entry in known[name] if entry.family == socket.AF_INET]
-        if name == "lo" or state is None or not state.isup or not addresses:
-            continue
-        speed = f"{state.speed} Mbit/s" if state.speed else "speed unknown"
-        line = f"interface {name}: {addresses[0]}, {speed}, MTU {state.mtu}"
-        if 0 < state.speed < SLOW_INTERFACE:
-            findings.warning(
-                line, "gradients would crawl", "choose a faster one with --interface, or --compression fp16"
-            )
-        else:
-            findings.ok(line)
+        if states[name].isup and addresses:
+            speed = states[name].speed
+            line = f"interface {name}: {addresses[0]}, {speed or 'unknown'} Mbit/s, MTU {states[name].mtu}"
+            do = "choose a faster one with --interface, or --compression fp16"
+            slow = 0 < speed < SLOW_INTERFACE
+            findings.warning(line, "gradients would crawl", do) if slow else findings.ok(line)
 
 
 def check_memory_and_disk(findings: Findings, here: Here) -> None:
-    """Check free memory, and the sizes of /dev/shm and of the scratch directory. What leaves none of one is a problem."""
+    """Check free memory, and the space of /dev/shm and of the scratch directory. What leaves none of one is a problem."""
     if (free := free_memory()) is not None and free < LEAST_LEFT:
         do = "end what uses it (ps aux --sort -rss), or use another host"
         findings.problem(f"{free / 2**20:.0f} MiB of memory are free", "the kernel would kill a rank", do)
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    least = LEAST_FOR_NCCL if here.gpus else LEAST_SHARED_MEMORY
-    if shared is None or shared.total < least:
+    if shared is None or shared.total < (LEAST_FOR_NCCL if here.gpus else LEAST_SHARED_MEMORY):
         size = "missing" if shared is None else f"{shared.total / 2**20:.0f} MiB"
         do = "docker run --ipc=host; Kubernetes: emptyDir medium Memory at /dev/shm; Singularity shares the host's"
         findings.warning(f"/dev/shm is {size}", FULL, do)
@@ -100,24 +94,20 @@ def check_memory_and_disk(findings: Findings, here: Here) -> None:
             file.write(b"x")
         free = shutil.disk_usage(scratch).free
     except OSError as error:
-        do = "set TMPDIR to a local disk"
-        findings.problem(f"{scratch} cannot be written: {error.strerror}", "MPI and torch need it", do)
+        what, do = f"{scratch} cannot be written: {error.strerror}", "set TMPDIR to a local disk"
+        findings.problem(what, "MPI and torch need it", do)
         return
     if free < LEAST_SCRATCH:
-        add = findings.problem if free < LEAST_LEFT else findings.warning
-        what = f"{scratch} has {free / 2**20:.0f} MiB left"
-        add(what, "MPI and torch keep files there", "set TMPDIR to a directory with more space")
+        level, do = "problem" if free < LEAST_LEFT else "warning", "set TMPDIR to a directory with more space"
+        findings.add(level, f"{scratch} has {free / 2**20:.0f} MiB left", "MPI and torch keep files there", do)
     else:
         findings.ok(f"scratch {scratch}: {free / 2**30:.0f} GiB free")
 
 
 def free_memory() -> int | None:
     """Return how many bytes the kernel could still give to processes on this host; None if it does not say."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024  # in kB
-    return None
+    kilobytes = re.search(r"^MemAvailable: *([0-9]+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(kilobytes[1]) * 1024 if kilobytes else None
 
 
 def check_data(findings: Findings, here: Here) -> None:

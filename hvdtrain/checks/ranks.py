@@ -39,9 +39,8 @@ def check_alike(findings: Findings, here: Here, engine: Engine) -> None:
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             what = f"{name} differs: rank 0 has {values[0]}, rank {other} has {values[other]}"
-            findings.problem(
-                what, "mixed versions hang or give wrong sums", "use one environment or image on every host"
-            )
+            do = "use one environment or image on every host"
+            findings.problem(what, "mixed versions hang or give wrong sums", do)
     if all(row == rows[0] for row in rows):
         shown = ", ".join(f"{name} {value}" for name, value in here.versions.items())
         findings.ok(f"every rank alike: {shown}")
@@ -55,10 +54,11 @@ def check_neighbours(findings: Findings, here: Here, engine: Engine) -> None:
         return
     for host, address in hosts.items():
         if address.startswith("127."):
-            do = f"in {host}'s /etc/hosts give {host} its real address"
-            findings.problem(
-                f"{host} resolves its own name to {address}", "other hosts would connect to themselves", do
+            what, do = (
+                f"{host} resolves its own name to {address}",
+                f"in {host}'s /etc/hosts give {host} its real address",
             )
+            findings.problem(what, "other hosts would connect to themselves", do)
         try:
             socket.gethostbyname(host)
         except OSError as error:
@@ -119,10 +119,9 @@ def check_all_reduce(findings: Findings, here: Here, engine: Engine) -> None:
             tensor = torch.full((elements,), float(engine.rank + 1), device=device)
             wanted = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
             if not torch.equal(engine.sum(tensor, name), wanted):
+                what = f"the all-reduce on {device.type} gives a wrong sum"
                 do = "make setup SETUP=--fresh; if that does not help, report a bug"
-                findings.problem(
-                    f"the all-reduce on {device.type} gives a wrong sum", "gradients would be wrong, too", do
-                )
+                findings.problem(what, "gradients would be wrong, too", do)
             seconds = []
             for _ in range(repeats):
                 engine.barrier()
@@ -135,6 +134,5 @@ def check_all_reduce(findings: Findings, here: Here, engine: Engine) -> None:
             medians.append(max(engine.all_gather_object(statistics.median(seconds), f"{name}.seconds")))
         carried = engine.description if device == engine.device else f"{engine.name}, CPU tensors"
         bandwidth = LARGE * 4 / medians[1] / 1e9
-        findings.ok(
-            f"all-reduce, {carried}: {medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.3g} GB/s for 16 MiB (median)"
-        )
+        speed = f"{medians[0] * 1e6:.0f} us for 4 B, {bandwidth:.3g} GB/s for 16 MiB (median)"
+        findings.ok(f"all-reduce, {carried}: {speed}")

@@ -34,7 +34,7 @@ from hvdtrain.launching.rendezvous import own_address_towards
 HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again
 LOOK_SECONDS = 0.1  # between two looks at the time, while ranks connect
-MOST_STRANGERS = 128  # connections besides those of ranks that have not authenticated
+MOST_STRANGERS = 128  # connections at a time that have not authenticated, besides those of ranks
 SPARE_FILES = 832  # open files besides the connections of ranks
 SEND_SECONDS = 5.0  # time limit to send a message
 LONGEST_LINE = 2**20  # bytes
@@ -50,7 +50,6 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.error: OSError | None = None  # why nothing more can be received; None also after a regular end
-        self.odd: bytes | None = None  # the first line that was no message
         self._unread = b""
         self._lock = threading.Lock()
         self._sends = True
@@ -66,7 +65,7 @@ class Channel:
                 self._sends = False
 
     def receive(self) -> list[list[Any]] | None:
-        """Return the messages received; None if the peer is gone. What is no message is left out, and noted in `odd`."""
+        """Return the messages received; None if the peer is gone. Raises ValueError for what no rank sends."""
         try:
             data = self.socket.recv(65536)
         except OSError as error:
@@ -74,14 +73,7 @@ class Channel:
         *lines, self._unread = (self._unread + data).split(b"\n")
         if not data or len(self._unread) > LONGEST_LINE:
             return None
-        messages = []
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # nested more deeply than Python reads
-                if isinstance(message := json.loads(line), list) and message:
-                    messages.append(message)
-                    continue
-            self.odd = self.odd or line[:80]
-        return messages
+        return [json.loads(line) for line in lines]
 
 
 # ---------------------------------------------------------------------------------------------- the ranks
@@ -237,14 +229,6 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
     return list(listeners.values()), {host: (address, ports[address]) for host, address in addresses.items()}
 
 
-class Hello(NamedTuple):
-    """A connection that has not authenticated yet. answer: what it has sent so far."""
-
-    challenge: bytes
-    until: float
-    answer: bytearray
-
-
 def accept(
     listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = HELLO_SECONDS
 ) -> dict[int, Channel]:
@@ -253,65 +237,50 @@ def accept(
     Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
-    unknown: dict[socket.socket, Hello] = {}  # the oldest first
+    places = threading.BoundedSemaphore(size + MOST_STRANGERS)
     until = time.monotonic() + seconds
 
-    def forget(connection: socket.socket) -> None:
-        del unknown[connection]
-        selector.unregister(connection)
-
     def hear(connection: socket.socket) -> None:
-        """Read what is there of an answer. Raises OSError."""
-        challenge, _, answer = unknown[connection]
-        if not (part := connection.recv(ANSWER - len(answer))):
-            raise ConnectionError("closed during the hello")
-        answer += part
-        if len(answer) < ANSWER:
-            return
-        number, theirs, proof = bytes(answer[:4]), bytes(answer[4 : 4 + CHALLENGE]), bytes(answer[4 + CHALLENGE :])
-        if not hmac.compare_digest(proof, hmac.digest(key, b"rank" + number + challenge + theirs, "sha256")):
-            raise ConnectionError("does not know the job's secret")
-        connection.sendall(hmac.digest(key, b"hub" + theirs + challenge, "sha256"))
-        forget(connection)
-        rank = int.from_bytes(number)
-        if rank in channels:  # it did not receive the answer, and has connected again
-            channels[rank].socket.close()
-        channels[rank] = Channel(connection)
-
-    def meet(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        connection.setblocking(False)
-        unknown[connection] = hello = Hello(
-            secrets.token_bytes(CHALLENGE), time.monotonic() + ONE_HELLO_SECONDS, bytearray()
-        )
-        selector.register(connection, selectors.EVENT_READ, hear)
-        connection.sendall(hello.challenge)
+        """Thread: make a channel of a connection, if a rank is at its other end."""
+        try:
+            rank = heard_hello(connection, key, min(until, time.monotonic() + ONE_HELLO_SECONDS))
+            if rank in channels:  # it did not receive the answer, and has connected again
+                channels[rank].socket.close()
+            channels[rank] = Channel(connection)
+        except OSError:
+            connection.close()
+        places.release()
 
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
             listener.setblocking(False)  # who has called may be gone again
-            selector.register(listener, selectors.EVENT_READ, meet)
+            selector.register(listener, selectors.EVENT_READ, listener)
         while len(channels) < size - 1 and time.monotonic() < until:
             for ready, _ in selector.select(LOOK_SECONDS):
-                assert isinstance(ready.fileobj, socket.socket)
-                try:
-                    ready.data(ready.fileobj)
-                except OSError:
-                    if ready.fileobj in unknown:
-                        forget(ready.fileobj)
-                        ready.fileobj.close()
-            crowd = max(0, len(unknown) - size - MOST_STRANGERS)
-            for number, connection in enumerate(list(unknown)):
-                if number < crowd or unknown[connection].until < time.monotonic():
-                    forget(connection)
-                    connection.close()
-    for connection in unknown:
-        connection.close()
+                with contextlib.suppress(OSError):
+                    connection, _ = ready.data.accept()
+                    if places.acquire(blocking=False):
+                        threading.Thread(target=hear, args=[connection], name="hello", daemon=True).start()
+                    else:
+                        connection.close()
     if missing := [str(rank) for rank in range(1, size) if rank not in channels]:
         for channel in channels.values():
             channel.socket.close()
         raise TimeoutError(f"rank {', '.join(missing)} did not connect within {seconds:.0f} s")
-    return channels
+    return dict(channels)
+
+
+def heard_hello(connection: socket.socket, key: bytes, until: float) -> int:
+    """Return which rank says hello, after mutual authentication by `key`. Raises OSError, also at the time `until`."""
+    connection.settimeout(ONE_HELLO_SECONDS)
+    challenge = secrets.token_bytes(CHALLENGE)
+    connection.sendall(challenge)
+    answer = receive_exactly(connection, ANSWER, until)
+    number, theirs, proof = answer[:4], answer[4 : 4 + CHALLENGE], answer[4 + CHALLENGE :]
+    if not hmac.compare_digest(proof, hmac.digest(key, b"rank" + number + challenge + theirs, "sha256")):
+        raise ConnectionError("does not know the job's secret")
+    connection.sendall(hmac.digest(key, b"hub" + theirs + challenge, "sha256"))
+    return int.from_bytes(number)
 
 
 def say_hello(address: tuple[str, int], key: bytes, rank: int) -> Channel:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
@@ -23,6 +23,18 @@ Event = dict[str, Any]
 NOT_COMPARED = {"output_dir", "resume", "no_progress", "verbose"}  # flags that do not affect training
 HARMLESS = ("checkpoint", "record")  # kinds of errors that do not end a run: a file could not be written
 LARGEST = 2**53  # floats represent every integer below this
+TRAIN = "train"  # prefix of the values of training, beside the data sets of evaluations
+RATE = Series(TRAIN, "samples_per_second")
+
+
+class CurvePoint(NamedTuple):
+    """What was recorded at a position in training. seconds: that the attempts had run."""
+
+    step: float
+    samples: float
+    seconds: float
+    values: dict[Series, float]
+    event: Event
 
 
 @dataclass
@@ -43,10 +55,7 @@ class RecordedRun:
     name: str
     start: Event = field(default_factory=dict)  # the newest `start` event
     attempts: list[Attempt] = field(default_factory=list)
-    # `train` and `evaluations` have added keys: `seconds`, `step`, `samples`, and `values`, by name in training and by
-    # series in evaluations.
-    train: list[Event] = field(default_factory=list)
-    evaluations: list[Event] = field(default_factory=list)
+    moments: list[CurvePoint] = field(default_factory=list)  # the `train` and `evaluate` events
     rank_times: list[Event] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
     summary: Event = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -82,6 +91,10 @@ class RecordedRun:
         """Return the metric that the script declared for a value, with its data (validation_loss) or without; or None."""
         return self.metrics.get(series.whole, self.metrics.get(series.name))
 
+    def of_training(self, yes: bool = True) -> list[CurvePoint]:
+        """Return the steps that were recorded; or the evaluations."""
+        return [moment for moment in self.moments if (moment.event["event"] == "train") == yes]
+
 
 def mapping(value: object) -> Event:
     """Return `value` if it is a JSON object, else {}."""
@@ -106,11 +119,25 @@ def read_runs(directories: Sequence[Path]) -> list[RecordedRun]:
 
 def read(directory: Path, name: str) -> RecordedRun:
     """Return the run in `directory`. Raises UserError if it has none."""
-    run = RecordedRun(name)
-    for event in read_events(directory, run.notes):
-        take(run, event)
+    run, damaged, remedy = RecordedRun(name), list[int](), "name the --output-dir of a run"
+    try:
+        if not directory.is_dir():
+            raise UserError(f"{directory} is not a directory: {remedy}")
+        lines = files.read_text(directory / "metrics.jsonl").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{directory} has no metrics.jsonl: {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{directory}/metrics.jsonl cannot be read ({error.strerror}): make it readable") from None
+    for place, line in enumerate(lines, 1):
+        try:
+            take(run, records.parsed(line) or {})
+        except (KeyError, TypeError, ValueError):
+            if line.strip() and place < len(lines):  # without a line end: a line that is just being written
+                damaged.append(place)
+    if damaged:
+        which = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
+        run.notes.insert(0, f"metrics.jsonl: left out unreadable lines (line {which})")
     if not run.attempts:
-        remedy = "name the --output-dir of a run"
         raise UserError(f"{directory}/metrics.jsonl has no run in it (no line with a start event): {remedy}")
     if run.state == "not ended" and (summary := read_summary(directory, run.notes)):
         # A start removes the summary of an earlier run, so this run ended: only the last line of the record is lost.
@@ -118,51 +145,11 @@ def read(directory: Path, name: str) -> RecordedRun:
         run.notes.append("the record stops before the end of the run: the results are from summary.json")
     if run.state == "not ended":
         run.notes.append("the record has no end: the run was killed, or is still running")
-    if not run.train:
+    if not run.of_training():
         run.notes.append("no step was recorded")
-    elif not run.evaluations and run.state != "ended" and any(event["values"] for event in run.train):
+    elif len(run.of_training()) == len(run.moments) and run.state != "ended" and any(m.values for m in run.moments):
         run.notes.append("no evaluation yet: all values were measured in training")
     return run
-
-
-def read_events(directory: Path, notes: list[str]) -> list[Event]:
-    """Return the usable lines of metrics.jsonl, and note the others. Raises UserError if there is no readable file."""
-    try:
-        if not directory.is_dir():
-            raise UserError(f"{directory} is not a directory: name the --output-dir of a run")
-        lines = files.read_text(directory / "metrics.jsonl").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{directory} has no metrics.jsonl: name the --output-dir of a run") from None
-    except OSError as error:
-        raise UserError(f"{directory}/metrics.jsonl cannot be read ({error.strerror}): make it readable") from None
-    events: list[Event] = []
-    damaged: list[int] = []
-    for place, line in enumerate(lines, 1):
-        event = records.parsed(line)
-        if event is not None and usable(event):
-            events.append(event)
-        elif line.strip() and place < len(lines):  # without a line end: a line that is just being written
-            damaged.append(place)
-    if damaged:
-        which = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-        notes.append(f"metrics.jsonl: left out unreadable lines (line {which})")
-    return events
-
-
-def usable(event: Event) -> bool:
-    """Return whether an event has a valid time and position in the run. Unknown kinds of events are valid."""
-    name = event.get("event")
-    times = [number(event.get(clock)) for clock in ("time", "elapsed")]
-    if not isinstance(name, str) or not all(at is not None and abs(at) < LARGEST for at in times):
-        return False
-    if name == "start":
-        return 1 <= (number(event.get("world_size")) or 0) < LARGEST
-    # A loss may be nan or inf, but not a step or a number of samples.
-    needed = name in ("train", "resume")
-    places = [event.get(key) for key in ("step", "samples") if needed or event.get(key) is not None]
-    valid = all((value := number(place)) is not None and 0 <= value < LARGEST for place in places)
-    loss = event.get("loss") if name == "train" else None
-    return valid and (loss is None or number(loss) is not None)
 
 
 def read_summary(directory: Path, notes: list[str]) -> Event:
@@ -178,30 +165,45 @@ def read_summary(directory: Path, notes: list[str]) -> Event:
     return summary or {}
 
 
+def finite(event: Event, name: str, least: float = 0.0) -> float:
+    """Return a field that is a number, at least `least`. Raises KeyError, ValueError."""
+    value = number(event[name])
+    if value is None or not least <= value < LARGEST:
+        raise ValueError(name)
+    return value
+
+
 def take(run: RecordedRun, event: Event) -> None:
-    """Add one event to the run."""
-    name = event["event"]
+    """Add one event to the run. Raises KeyError, TypeError or ValueError for one that is damaged; the run is unchanged."""
+    name, elapsed = event["event"], finite(event, "elapsed", -LARGEST)
+    finite(event, "time", -LARGEST)
     if name == "start":
-        run.attempts.append(Attempt(event["elapsed"], run.seconds))
+        finite(event, "world_size", 1.0)
+        run.attempts.append(Attempt(elapsed, run.seconds))
         run.start, run.state, run.summary = event, "not ended", {}
         return
+    for place in ("step", "samples"):
+        if name in ("train", "resume") or event.get(place) is not None:
+            finite(event, place)
+    if name == "train" and event.get("loss") is not None and number(event["loss"]) is None:  # it may be nan or inf
+        raise ValueError("loss")
     if not run.attempts:
         return
     attempt = run.attempts[-1]
-    attempt.ran = max(attempt.ran, event["elapsed"] - attempt.began)
-    event["seconds"] = run.seconds
+    attempt.ran = max(attempt.ran, elapsed - attempt.began)
     if name == "resume":
         attempt.step, attempt.samples = event["step"], event["samples"]
         go_back(run, event["step"])
     elif name == "train":
         go_back(run, event["step"] - 1)  # an attempt without a checkpoint repeats all steps
-        run.train.append(event | dict(values=named_values(event, run.metrics)))
+        values = {Series(TRAIN, key): value for key, value in named_values(event, run.metrics).items()}
+        run.moments.append(CurvePoint(event["step"], event["samples"], run.seconds, values, event))
     elif name == "evaluate":
-        last = run.train[-1] if run.train else dict(step=attempt.step, samples=attempt.samples)
-        place = {key: last[key] if event.get(key) is None else event[key] for key in ("step", "samples")}
+        last: CurvePoint | Attempt = run.moments[-1] if run.moments else attempt
+        step, samples = (getattr(last, key) if event.get(key) is None else event[key] for key in ("step", "samples"))
         prefix = event["prefix"] if isinstance(event.get("prefix"), str) else ""
-        found = {series_of(prefix, key): value for key, value in named_values(event, run.metrics).items()}
-        run.evaluations.append(event | place | dict(values=found))
+        values = {series_of(prefix, key): value for key, value in named_values(event, run.metrics).items()}
+        run.moments.append(CurvePoint(step, samples, run.seconds, values, event))
     elif name == "ranks":
         run.rank_times.append(event)
     elif name == "end":
@@ -215,11 +217,9 @@ def take(run: RecordedRun, event: Event) -> None:
 
 
 def go_back(run: RecordedRun, step: float) -> None:
-    """Drop the train events and the evaluations after `step`."""
-    while run.train and run.train[-1]["step"] > step:
-        run.train.pop()
-    while run.evaluations and run.evaluations[-1]["step"] > step:
-        run.evaluations.pop()
+    """Drop what was recorded after `step`."""
+    while run.moments and run.moments[-1].step > step:
+        run.moments.pop()
 
 
 # ---- what a run tells
@@ -230,29 +230,28 @@ def results(run: RecordedRun) -> dict[str, str]:
     run without evaluations, the last values of training."""
     declared = [series_of(prefix, name) for name in run.metrics for prefix in ("test", "validation", "")]
     told = [series for series in declared if number(run.summary.get(series.whole)) is not None]
-    seen = in_order(run, dict.fromkeys(told + [series for event in run.evaluations for series in event["values"]]))
+    evaluations = run.of_training(False)
+    seen = in_order(run, dict.fromkeys(told + [series for moment in evaluations for series in moment.values]))
     if not seen:
-        last = {Series("", name): value for event in run.train for name, value in event["values"].items()}
-        return {
-            f"training {each.name.replace('_', ' ')}": written(last[each], run.metric(each))
-            for each in in_order(run, last)
-        }
+        last = {Series("", s.name): value for moment in run.moments for s, value in moment.values.items()}
+        order = in_order(run, last)
+        return {f"training {each.name.replace('_', ' ')}": written(last[each], run.metric(each)) for each in order}
     found: dict[str, str] = {}
     for series in seen:
         label, metric = series.whole.replace("_", " "), run.metric(series)
-        events = [event for event in run.evaluations if series in event["values"]]
+        of_it = [moment for moment in evaluations if series in moment.values]
         value = number(run.summary.get(series.whole))
-        value = events[-1]["values"][series] if value is None else value
+        value = of_it[-1].values[series] if value is None else value
         found[label] = written(value, metric)
-        counts = [run.summary.get(Series(series.prefix, "count").whole), *(event.get("count") for event in events[-1:])]
+        counts = [run.summary.get(Series(series.prefix, "count").whole), *(m.event.get("count") for m in of_it[-1:])]
         if samples := next((count for one in counts if (count := number(one)) and math.isfinite(count)), None):
             found[label] += f" of {samples:,.0f}"
-        valid = [event for event in events if not math.isnan(event["values"][series])]
+        valid = [moment for moment in of_it if not math.isnan(moment.values[series])]
         if metric is not None and valid:
-            best = (max if metric.direction == "max" else min)(valid, key=lambda event: event["values"][series])
-            if metric.better(best["values"][series], value) or math.isnan(value):
-                epoch = number(best.get("epoch"))
-                found[f"best {label}"] = written(best["values"][series], metric)
+            best = (max if metric.direction == "max" else min)(valid, key=lambda moment: moment.values[series])
+            if metric.better(best.values[series], value) or math.isnan(value):
+                epoch = number(best.event.get("epoch"))
+                found[f"best {label}"] = written(best.values[series], metric)
                 found[f"best {label}"] += "" if epoch is None else f" in epoch {epoch:.0f}"
     return found
 
@@ -285,12 +284,9 @@ def time_shares(run: RecordedRun) -> list[dict[str, float]]:
             for phase, value in zip(PHASES, seconds, strict=True):
                 totals[rank][phase] += value
             totals[rank]["other"] += max(0.0, elapsed - sum(seconds))
-    wholes = [sum(total.values()) for total in totals.values()]
-    return [
-        {phase: value / whole for phase, value in total.items()}
-        for total, whole in zip(totals.values(), wholes, strict=True)
-        if whole > 0 and math.isfinite(whole)
-    ]
+    wholes = [(total, sum(total.values())) for total in totals.values()]
+    valid = [(total, whole) for total, whole in wholes if whole > 0 and math.isfinite(whole)]
+    return [{phase: value / whole for phase, value in total.items()} for total, whole in valid]
 
 
 def durations(value: object) -> list[float]:

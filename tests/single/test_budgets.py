@@ -25,20 +25,21 @@ SHORTER = {
 }
 COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
-    "hvdtrain/*": 2910,  # with batches by the memory of the GPUs, and the loader for loops of others, and --virtual-ranks
-    "hvdtrain/analysis": 540,
+    # With batches by the memory of the GPUs, the loader for loops of others, --virtual-ranks, the plots of the report.
+    "hvdtrain/*": 2950,
+    "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1590,
     "hvdtrain/checkpoint": 3105,  # with numbers that a state lacks, tails of resumed epochs, modes of modules
-    "hvdtrain/checks": 520,
+    "hvdtrain/checks": 440,
     "hvdtrain/datasets": 1910,
     "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1140,  # with --virtual-ranks
-    "hvdtrain/guards": 1760,
+    "hvdtrain/guards": 1730,
     "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
     "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
-    "hvdtrain/output": 1680,  # with --virtual-ranks
+    "hvdtrain/output": 1610,  # with --virtual-ranks
     "hvdtrain/training": 20,
     "launch": 4830,  # with --virtual-ranks
     "tests/*": 560,  # with what writes a checkpoint of several ranks
@@ -55,7 +56,7 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23760,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
+    "tests/single": 23700,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
     "tests/twins": 2030,
 }
 

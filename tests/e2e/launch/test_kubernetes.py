@@ -1,6 +1,5 @@
-"""launch/kubernetes: valid by the published schemas; the pods' commands run on hosts with the pods' names and variables."""
+"""launch/kubernetes/horovod.yaml and its variants: valid by the published schemas; the pods' commands run on hosts."""
 
-import copy
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from hvdtrain.launching.rendezvous import meeting_point
 from tests.e2e.cluster import Cluster, needs_hosts, needs_ssh
 from tests.e2e.launchers import BIN, ROOT
 
-MANIFESTS = ROOT / "launch" / "kubernetes"
+MANIFEST = (ROOT / "launch" / "kubernetes" / "horovod.yaml").read_text()
 COMMANDS = ("horovod", "reduce", "ddp")  # of horovod.yaml: as it is, and what its comments name
 # What Kubeflow's operator sets in a container (kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go), by pod.
 PET = (
@@ -23,19 +22,34 @@ PET = (
 )
 
 
-def documents(name: str) -> dict[str, dict]:
-    return {document["kind"]: document for document in yaml.safe_load_all((MANIFESTS / name).read_text())}
+def documents() -> dict[str, dict]:
+    return {document["kind"]: document for document in yaml.safe_load_all(MANIFEST)}
 
 
 def job(command: str) -> dict:
-    """Return horovod.yaml's Job with one of its commands."""
-    found = documents("horovod.yaml")["Job"]
-    text = (MANIFESTS / "horovod.yaml").read_text()
-    comment = re.search(rf"^ +# {command}: .*\n((?: +#   .*\n)+)", text, re.MULTILINE)
+    """Return the Job with one of its commands."""
+    found = documents()["Job"]
+    comment = re.search(rf"^ +# {command}: .*\n((?: +#   .*\n)+)", MANIFEST, re.MULTILINE)
     instead = yaml.safe_load(re.sub(r"^ +#   ", "", comment[1], flags=re.MULTILINE)) if comment else {}
     assert bool(instead) == (command != "horovod")
     found["spec"]["template"]["spec"]["containers"][0] |= instead
     return found
+
+
+def variant(kind: str) -> dict:
+    """Return a variant, which stands in a comment."""
+    comment = re.search(rf"^# {kind}: .*\n(?:# \S.*\n)+((?:#   .*\n)+)", MANIFEST, re.MULTILINE)
+    assert comment is not None
+    found = yaml.safe_load(re.sub(r"^#   ", "", comment[1], flags=re.MULTILINE))
+    assert found["kind"] == kind
+    return found
+
+
+def pod(**fields: object) -> dict:
+    """Return the Job's pod, with other fields of its container."""
+    spec = job("horovod")["spec"]["template"]["spec"]
+    spec["containers"][0] |= fields
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
 
 
 def validate(document: dict) -> None:
@@ -45,7 +59,7 @@ def validate(document: dict) -> None:
 
 
 def test_the_job_is_valid_and_consistent():
-    found = documents("horovod.yaml")
+    found = documents()
     for document in found.values():
         validate(document)
     job, pod = found["Job"]["spec"], found["Job"]["spec"]["template"]["spec"]
@@ -69,7 +83,7 @@ def test_the_job_is_valid_with_each_command(command):
 
 def test_a_wrong_field_would_be_found():
     jsonschema = pytest.importorskip("jsonschema")
-    job = documents("horovod.yaml")["Job"]
+    job = documents()["Job"]
     job["spec"]["template"]["spec"]["runAsUser"] = 1000
     with pytest.raises((jsonschema.ValidationError, Exception), match="runAsUser"):
         validate(job)
@@ -77,8 +91,8 @@ def test_a_wrong_field_would_be_found():
 
 def test_the_mpijob_is_valid():
     """Its pods by the published schema; its own fields as kubeflow/mpi-operator's v2beta1 defines them."""
-    job = yaml.safe_load((MANIFESTS / "mpijob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    job = variant("MPIJob")
+    assert job["apiVersion"] == "kubeflow.org/v2beta1"
     spec = job["spec"]
     known = {"slotsPerWorker", "runLauncherAsWorker", "runPolicy", "mpiReplicaSpecs", "sshAuthMountPath"}
     assert set(spec) <= known | {"launcherCreationPolicy", "mpiImplementation"}
@@ -87,72 +101,52 @@ def test_the_mpijob_is_valid():
     assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
     assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
     for replica in spec["mpiReplicaSpecs"].values():
-        assert set(replica) == {"replicas", "restartPolicy", "template"}
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **copy.deepcopy(replica["template"])}
-        validate(pod)
-    worker = spec["mpiReplicaSpecs"]["Worker"]
-    words = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["args"]
+        validate(pod(**{name: field for name, field in replica.items() if name not in ("replicas", "restartPolicy")}))
+    worker, words = spec["mpiReplicaSpecs"]["Worker"], spec["mpiReplicaSpecs"]["Launcher"]["args"]
     assert int(words[words.index("-np") + 1]) == worker["replicas"] * spec["slotsPerWorker"]
-    resources = worker["template"]["spec"]["containers"][0]["resources"]
+    resources = pod()["spec"]["containers"][0]["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
 
 
-def trainjob() -> tuple[dict, dict]:
-    """Return the TrainJob's trainer, and its patch of the pods."""
-    spec = yaml.safe_load((MANIFESTS / "trainjob.yaml").read_text())["spec"]
-    (replicated,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["name"] == "node"  # of the runtime torch-distributed
-    return spec["trainer"], replicated["template"]["spec"]["template"]["spec"]
+def trainer() -> dict:
+    """Return the TrainJob's trainer, with what it takes from the Job's container."""
+    container = pod()["spec"]["containers"][0]
+    return {key: container[key] for key in ("image", "command", "args")} | variant("TrainJob")["spec"]["trainer"]
 
 
 def test_the_trainjob_is_valid():
-    """Its pods by the published schema; its own fields as kubeflow/trainer's v1alpha1 defines them."""
-    job = yaml.safe_load((MANIFESTS / "trainjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    """Its own fields as kubeflow/trainer's v1alpha1 defines them."""
+    job = variant("TrainJob")
+    assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert set(job["spec"]) == {"runtimeRef", "trainer", "runtimePatches"}
-    trainer, pod = trainjob()
-    assert set(trainer) <= {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
-    assert not [
-        entry["name"] for entry in trainer["env"] if entry["name"].startswith("PET_")
-    ]  # refused by the operator
-    ranks = trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    assert trainer["command"][-2:] == ["--local-ranks", str(ranks)]
-    assert trainer["numProcPerNode"] == ranks
-    (patched,) = pod["containers"]
-    assert set(patched) <= {"name", "env", "volumeMounts", "securityContext"}  # all that a patch may have
-    whole = patched | {key: trainer[key] for key in ("image", "command", "args", "env")}
-    spec = pod | {"containers": [whole | {"resources": trainer["resourcesPerNode"]}]}
-    validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec})
+    (replicated,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated == {"name": "node", "template": {"spec": {"template": {"spec": "POD"}}}}
+    whole = trainer()
+    assert not [entry["name"] for entry in whole["env"] if entry["name"].startswith("PET_")]  # refused by the operator
+    assert whole["command"][-2:] == ["--local-ranks", str(whole["numProcPerNode"])]
 
 
 def test_the_trainjobs_pods_find_their_place():
-    trainer, _ = trainjob()
     first = "hvdtrain-node-0-0.hvdtrain"
-    for index in range(trainer["numNodes"]):
-        text = PET.format(nodes=trainer["numNodes"], ranks=trainer["numProcPerNode"], index=index, first=first)
+    for index in range(trainer()["numNodes"]):
+        text = PET.format(nodes=trainer()["numNodes"], ranks=trainer()["numProcPerNode"], index=index, first=first)
         environment = dict(word.split("=") for word in text.split())
         assert announced(environment) == ("Kubeflow", index, 2)
         assert meeting_point(environment, "Kubeflow") == (first, 29400)
 
 
-@pytest.mark.parametrize("name", ["horovod.yaml", "mpijob.yaml"])
-def test_no_pod_is_root_or_may_become_it(name):
-    found = documents(name)
-    pods = [found["Job"]["spec"]["template"]] if "Job" in found else []
-    pods += [spec["template"] for spec in found.get("MPIJob", {}).get("spec", {}).get("mpiReplicaSpecs", {}).values()]
-    for pod in pods:
-        context = pod["spec"]["securityContext"]
-        assert context["runAsNonRoot"] is True
-        assert context["runAsUser"] > 0
-        assert pod["spec"]["automountServiceAccountToken"] is False
-        for container in pod["spec"]["containers"]:
-            assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            capabilities = container["securityContext"]["capabilities"]
-            assert capabilities["drop"] == ["ALL"]
-            # InfiniBand locks memory; the launcher of an MPIJob has no GPU.
-            assert capabilities.get("add", []) == (["IPC_LOCK"] if container["name"] != "launcher" else [])
-            memory = int(container["resources"]["limits"]["memory"].removesuffix("Gi").removesuffix("Mi"))
-            assert memory >= 5 * container["resources"]["limits"].get("nvidia.com/gpu", 0)
+def test_no_pod_is_root_or_may_become_it():
+    spec = pod()["spec"]
+    context = spec["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] > 0
+    assert spec["automountServiceAccountToken"] is False
+    for container in spec["containers"]:
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        capabilities = container["securityContext"]["capabilities"]
+        assert (capabilities["drop"], capabilities["add"]) == (["ALL"], ["IPC_LOCK"])  # InfiniBand locks memory
+        memory = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+        assert memory >= 5 * container["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def as_pod_user() -> list[str]:
@@ -171,7 +165,7 @@ def test_pods_run(command, tmp_path):
     """Each pod's command, with two ranks, and only the environment that the manifest, the image and Kubernetes give."""
     title = "hvdtrain"
     if command == "trainjob":
-        container, nodes, pods = trainjob()[0], trainjob()[0]["numNodes"], "hvdtrain-node-0"
+        container, nodes, pods = trainer(), trainer()["numNodes"], "hvdtrain-node-0"
     else:
         spec = job(command)["spec"]
         container, nodes, pods = spec["template"]["spec"]["containers"][0], spec["completions"], title
@@ -220,7 +214,7 @@ def test_pods_run(command, tmp_path):
 @pytest.mark.slow
 def test_the_mpijobs_pods_run(tmp_path):
     """Launcher and workers with one key pair, as the operator mounts it; here as root: ssh wants a user with a name."""
-    spec = yaml.safe_load((MANIFESTS / "mpijob.yaml").read_text())["spec"]
+    spec = variant("MPIJob")["spec"]
     keys = tmp_path / "ssh"
     keys.mkdir()
     subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", keys / "id_rsa"], check=True, timeout=60)
@@ -229,7 +223,7 @@ def test_the_mpijobs_pods_run(tmp_path):
     (tmp_path / "hostfile").write_text("".join(f"{worker} slots=2\n" for worker in workers))
 
     def words(role: str) -> list[str]:
-        container = spec["mpiReplicaSpecs"][role]["template"]["spec"]["containers"][0]
+        container = spec["mpiReplicaSpecs"][role]
         # The image's mpirun and python are found by sshd's default PATH; here they are in a virtual environment.
         text = [
             word.replace(spec["sshAuthMountPath"], str(keys)) for word in [*container["command"], *container["args"]]

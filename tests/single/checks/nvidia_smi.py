@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-GPU = "GPU-5c2b{:04d}-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Default, 81559, 4"
+GPU = "NVIDIA H100 80GB HBM3, 81559, 580.65.06, Disabled, Default"
 
 
 def put(directory: Path, gpus: list[str], code: int = 0) -> None:

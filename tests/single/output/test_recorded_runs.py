@@ -62,16 +62,16 @@ def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
             )
         ]
     )
-    assert [(e["step"], e["loss"], e["seconds"]) for e in run.train] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
+    assert [(m.step, m.event["loss"], m.seconds) for m in run.of_training()] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
     assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
-    assert [(event["accuracy"], event["samples"]) for event in run.evaluations] == [(0.6, 192)], "not the lost one"
+    assert [(m.event["accuracy"], m.samples) for m in run.of_training(False)] == [(0.6, 192)], "not the lost one"
     assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7.0 s", "13.0 s")
     assert page.figures(run)["state"] == "ended, 1 restart, from step 1"
 
 
 def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
     (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1))])
-    assert [(event["step"], event["seconds"]) for event in run.train] == [(1, 5)]
+    assert [(moment.step, moment.seconds) for moment in run.moments] == [(1, 5)]
 
 
 def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
@@ -83,7 +83,7 @@ def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
              at(start(300.0), 2.0), at(resume(300.5, 3), 2.5), at(step(301.0, 4), 4.0, day),
              at(end(time=302.0), 5.0, day)]  # fmt: skip
     (run,) = read_runs([leave("run", *lines)])
-    assert [event["seconds"] for event in run.train] == [1.0, 2.0, 3.0, 5.0]
+    assert [moment.seconds for moment in run.moments] == [1.0, 2.0, 3.0, 5.0]
     assert [(attempt.before, attempt.ran) for attempt in run.attempts] == [(0.0, 3.0), (3.0, 3.0)]
 
 
@@ -189,7 +189,7 @@ def test_a_metric_may_be_named_with_its_data_or_without(metrics, leave):
     lines = [start(100.0, metrics=metrics), *steps(), evaluation(105.0, 1, "", validation_loss=0.5)]
     (run,) = read_runs([leave("run", *lines, end(validation_loss=0.5))])
     assert results(run) == {"validation loss": "0.5 of 500"}
-    assert run.evaluations[0]["values"] == {Series("validation", "loss"): 0.5}
+    assert run.moments[-1].values == {Series("validation", "loss"): 0.5}
 
 
 def test_time_shares_per_rank(leave):

@@ -30,7 +30,7 @@ __all__ = ["leave"]  # a fixture
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch):
-    monkeypatch.setattr("hvdtrain.output.plotting.DPI", 40)  # as good for what is looked at here
+    monkeypatch.setattr("hvdtrain.report.DPI", 40)  # as good for what is looked at here
 
 
 PICTURES = {
@@ -80,7 +80,6 @@ def test_the_whole_time_has_the_start_of_the_process_as_the_summary_has_it():
     """It said 0.122 s, and the summary 5.17."""
     attempt = Attempt(began=5.0, before=0.0, ran=0.122)
     run = RecordedRun("run", attempts=[attempt], summary={"total_seconds": 5.17})
-    run.train.append({"step": 3.0, "samples": None, "values": {}})
     assert page.figures(run)["in all"] == "5.2 s"
 
 
@@ -163,7 +162,7 @@ def test_what_cannot_be_written_or_drawn_is_said_with_the_remedy(leave, tmp_path
     with pytest.raises(UserError, match=r"--output-dir .* cannot be written .*: name another"):
         report.make([there], tmp_path / "file")
     monkeypatch.setattr("sys.argv", ["hvdtrain.report", str(there), "--output-dir", str(tmp_path / "to")])
-    monkeypatch.setattr("hvdtrain.output.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr("hvdtrain.report.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):
         report.main()
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
@@ -187,3 +186,15 @@ def test_any_record_with_metrics_makes_a_page(data, tmp_path):
     page.build(found, [])
     for name in page.names_to_draw(found):
         page.draw_values(empty_axes(), found, name, "seconds")
+
+
+def test_two_plots_stand_side_by_side_and_curves_can_be_told_apart():
+    def lines(axes) -> None:
+        for place, name in enumerate(("horovod $x$ & <co>", "ddp", "a name that is longer than the others")):
+            axes.plot([1, 2], [place, 1], label=name, **page.look(place))
+
+    one, two = (int.from_bytes(page.png([lines] * count)[16:20]) for count in (1, 2))
+    assert two == 2 * one
+    looks = [page.look(place) for place in range(12)]
+    assert len({(look["color"], look["linestyle"]) for look in looks}) == 12
+    assert len({look["color"] for look in looks[:6]}) == 6
