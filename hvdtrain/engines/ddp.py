@@ -27,8 +27,8 @@ from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
 from hvdtrain.engines.compression import as_carried, written
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import remedy
-from hvdtrain.guards import flight
 from hvdtrain.guards.activity import Activity, collective
+from hvdtrain.guards.evidence import record_collectives
 from hvdtrain.launching.local_rendezvous import listed
 from hvdtrain.launching.rendezvous import (
     horovods_server,
@@ -182,7 +182,7 @@ def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None
         # torch's own monitor of NCCL ends a process whose thread has not run for eight minutes, so also one that was
         # suspended as long. Hung ranks are found by guards/watch.py.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        flight.record()
+        record_collectives()
     # Gloo always transfers CPU tensors (counts, messages); NCCL transfers gradients on GPUs.
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_TIMEOUT)

@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from hvdtrain.engines.lines import say_within
-from hvdtrain.guards import flight
 from hvdtrain.guards.activity import BETWEEN, STEP, UNREAD, UPDATED, Activity, Phase
 from hvdtrain.guards.connection import Peers
 from hvdtrain.guards.evidence import Starvation, Work, main_stack, where
@@ -154,9 +153,7 @@ class Detector:
             at += " (its output is not read: a paused pager, or Ctrl-S)"
         starved, waits, asynchronous = self.starvation.seconds(), activity.collective, activity.asynchronous
         calls, called = activity.called
-        return Report(
-            activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, calls, called, flight.last()
-        )
+        return Report(activity.step, phase.name, allowed, stalled, starved, waits, at, asynchronous, calls, called)
 
 
 def output_is_read(descriptors: Collection[int] = (1, 2)) -> bool:

@@ -1,14 +1,16 @@
-"""What this process is doing: where its main thread is, whether it works, and whether it has a core to work on."""
+"""What this process is doing: where its main thread and its GPU are, whether it works, whether it has a core to work on."""
 
+import contextlib
 import os
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
+from hvdtrain.engines import atomic, files
 from hvdtrain.launching import processes
 
 STACK_FRAMES = 6  # printed
@@ -20,6 +22,9 @@ WRAPPERS = (
 )
 LEAST_SHARE = 0.05  # of a core; a loop that only polls uses less
 MOST_TURNS = 20.0  # time slices per second: a thread that gets more is not starved
+
+# torch's Flight Recorder, a ring of NCCL's last collectives; torch 2.11 warns of the second name.
+RING, RING_SIZES, RENAMED = "64", ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), (2, 11)
 
 Stack = list[traceback.FrameSummary]
 
@@ -139,3 +144,28 @@ class Starvation:
                 self._seconds += elapsed - (running - before.cpu_seconds)
         self._counted_at, self._turns = now, turns
         return max(0.0, self._seconds)
+
+
+# ---- the last collectives of a GPU
+
+_recorder = ""  # the kind of torch's that is on: "nccl", or "fr" for Gloo's
+
+
+def record_collectives(environment: MutableMapping[str, str] = os.environ, kind: str = "nccl") -> None:
+    """Record them from now on, unless the user has set the size of the ring. Call it before a group is made."""
+    global _recorder
+    import torch
+
+    _recorder = kind
+    if not any(name in environment for name in RING_SIZES):
+        environment[RING_SIZES[tuple(map(int, torch.__version__.split(".")[:2])) < RENAMED]] = RING
+
+
+def write_collectives(directory: Path, rank: int) -> None:
+    """Write them to a file in `directory`, which torch's `torchfrtrace` compares with those of other ranks."""
+    if _recorder:
+        import torch
+
+        with contextlib.suppress(OSError, RuntimeError):
+            ring = getattr(torch._C._distributed_c10d, f"_dump_{_recorder}_trace")()
+            atomic.write(files.make_directory(directory) / f"rank_{rank}", ring, sync=False)

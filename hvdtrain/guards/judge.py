@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from hvdtrain.guards.activity import BETWEEN, STEP, UPDATED, Phase
-from hvdtrain.guards.flight import Last
 
 LEAST_SECONDS, TIMES_LONGEST = 30.0, 20.0  # automatic limit of a step: at least 30 s, 20 times the longest step so far
 TIMES_LONGEST_ASKED = 3.0  # a limit that was asked for is raised to 3 times the longest step so far
@@ -83,7 +82,6 @@ class Report(NamedTuple):
     asynchronous: bool = False  # its device works on after a call has returned
     calls: int = 0  # how many collectives it has called
     called: Sequence[str] = ()  # the last ones
-    device: Sequence[int | str] = Last()  # the last collectives of its GPU (flight.py), which `judge` does not need
 
 
 class Verdict(NamedTuple):

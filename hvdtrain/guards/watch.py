@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.launchers import OPEN_MPI, announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
-from hvdtrain.guards import flight, limits
+from hvdtrain.guards import limits
 from hvdtrain.guards.activity import STEP, Activity
 from hvdtrain.guards.connection import Channel, Fail, Gone, Peers, connect_all
 from hvdtrain.guards.detector import Detector
-from hvdtrain.guards.evidence import main_stack, shown
+from hvdtrain.guards.evidence import main_stack, shown, write_collectives
 from hvdtrain.guards.judge import HangTimeouts, Report
 from hvdtrain.guards.limits import Leaving
 from hvdtrain.launching import processes
@@ -336,8 +336,7 @@ class Watch:
             state, what = ("waits", f"; for others, in {report.collective}") if report.collective else ("stands", "")
             during = "" if report.phase == STEP.name else f", {report.phase}"
             lines.append(f"  {self.peers.name(rank)}: step {report.step}{during}, {state} at {report.at}{what}\n")
-        last = {rank: flight.Last(*report.device) for rank, report in self.detector.reports.items()}  # type: ignore[arg-type] # from JSON
-        say_within("".join([*lines, flight.explain(last, self.peers.names())]))
+        say_within("".join(lines))
         self._kill_silent()
         if self.rank == 0:
             self.peers.send_all("end", FAILED)
@@ -351,7 +350,7 @@ class Watch:
         """Print the stack of this rank, and write the last collectives of its GPU."""
         say_within(f"{self.peers.name(self.rank)}:\n{shown(main_stack(), self.settings.guest)}")
         if (directory := self.recordings) is not None:
-            within(WRITE_SECONDS, lambda: flight.write(directory, self.rank))
+            within(WRITE_SECONDS, lambda: write_collectives(directory, self.rank))
 
     def _kill_silent(self) -> None:
         """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.

@@ -121,9 +121,6 @@ def test_a_stopped_rank_is_named_and_the_job_ends(engine, tmp_path, saw):
     assert (ended.code, bool(named)) == (1, True), ended.said
     assert ended.left == []
     if engine == "ddp" and not QUICK:
-        line = re.search(r".*is not done: rank 0 .* called it.*", ended.said)
-        saw(line[0].strip() if line else "no line about a collective")
-        assert line, ended.said
         assert (tmp_path / "ended" / "collectives" / "rank_0").stat().st_size > 0
 
 

@@ -34,7 +34,7 @@ BUDGETS = {
     "hvdtrain/datasets": 1910,
     "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1140,  # with --virtual-ranks
-    "hvdtrain/guards": 1730,
+    "hvdtrain/guards": 1660,
     "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
     "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers
@@ -56,7 +56,7 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23700,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
+    "tests/single": 23660,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
     "tests/twins": 2030,
 }
 
