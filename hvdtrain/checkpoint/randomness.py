@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.checkpoint.own import Moment, Provider, Saved
+from hvdtrain.checkpoint.own import MOST_APART, Moment, Provider, Saved, digest
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import to_json
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
@@ -55,6 +55,8 @@ def set_state(generator: Any, state: Any) -> None:
 
 class Generators(Provider):
     """The generators of this rank. say: prints a line. keeps: whether there are checkpoints."""
+
+    has_common = True
 
     def __init__(self, engine: Engine, seed: int, say: Callable[[str], None], *, keeps: bool):
         self._engine, self._seed, self._say, self._keeps = engine, seed, say, keeps
@@ -118,10 +120,27 @@ class Generators(Provider):
             return self._states(), {}
         return self._began, self._states() if moment.in_steps or self._go_on is None else self._go_on
 
+    def common(self, engine: Engine, moment: Moment) -> Any:
+        """The states that all ranks have alike."""
+        pair: Pair | None = self.state(moment)
+        if pair is None:  # on every rank
+            return None
+        names = engine.broadcast_object(sorted(self._all()), "generators.names")
+        hashes = [int(digest(states.get(name))[:15], 16) for states in pair for name in names]
+        largest = torch.tensor([hashes, [-one for one in hashes]])
+        engine.all_reduce_(largest, "max", "generators.alike")
+        alike = [name for name, most, least in zip(names * 2, *largest.tolist(), strict=True) if most == -least]
+        return tuple({name: state for name, state in states.items() if alike.count(name) == 2} for states in pair)
+
     def load(self, saved: Saved) -> None:
         """Keep what `begin` restores. A rank that is not in the checkpoint takes what all of its ranks had alike."""
         pairs: list[Pair] = list(saved.states)
         if any(pair is None for pair in pairs):
+            return
+        if saved.common:
+            self._seeds_anew, self._held = True, pairs[0]
+            what = "the mean of running statistics, and no random numbers of single ranks"
+            self._say(f"a checkpoint of more than {MOST_APART} ranks has {what}: the run continues with these")
             return
         if saved.rank < len(pairs):
             self._held = pairs[saved.rank]

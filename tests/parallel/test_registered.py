@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hvdtrain.checkpoint import checkpoint, contents
 from tests.parallel.test_loop import X, a_run
 from tests.single.training.small import Killed, kill_at
 
@@ -79,3 +80,46 @@ def test_each_rank_goes_on_with_what_it_had(in_epoch, engine, shared_directory):
         *(("step", number) for number in range(1, stop_at)),
         *((("head", 0),) if in_epoch == 2 else ()),
     }
+
+
+def killed(engine, directory, number):
+    """Train, and be killed in step `number`. Return the mean at the beginning and when last saved, and what was drawn."""
+    with (
+        pytest.raises(Killed),
+        a_run(engine, "--output-dir", directory, "--checkpoint-steps", "1", batch_size=2) as run,
+    ):
+        net = nn.BatchNorm1d(3)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        run.register(own=(own := np.random.default_rng(run.rank)), alike=(alike := random.Random(3)))
+        for _ in run.epochs(1):
+            began, drawn = net.running_mean.tolist(), [torch.rand(()).item(), own.random()]
+            for step in run.steps(X):
+                drawn_alike = alike.random()
+                for (x,) in step.batches():
+                    step.backward(model(x).square().mean())
+                step.update()
+                kill_at(number)(step)
+                ended = net.running_mean.tolist()
+    return began, ended, drawn, drawn_alike
+
+
+def test_many_ranks_have_one_state_of_statistics_and_generators(engine, shared_directory, monkeypatch, capsys):
+    """Of more than 64 ranks, for which two stand here, so that what a checkpoint gathers does not grow with them."""
+    if engine.size == 1:
+        pytest.skip("one rank")
+    monkeypatch.setattr("hvdtrain.checkpoint.own.MOST_APART", 1)
+    _, ended, _, first = killed(engine, shared_directory, 2)
+    means = torch.tensor(engine.all_gather_object(ended, "ended"), dtype=torch.float64)
+    assert not torch.equal(means[0], means[1])
+    if engine.rank == 0:
+        _, tensors = checkpoint.read(next(Path(shared_directory).rglob("step-*.safetensors")))
+        assert [set(one) for one in contents.decoded(tensors["own"])][:2] == [
+            {"common buffers", "common generators"},
+            set(),
+        ]
+    began, _, drawn, second = killed(engine, shared_directory, 3)
+    assert began == means.mean(0).float().tolist()
+    draws = engine.all_gather_object([drawn, second], "drawn")
+    assert len({tuple(own) for own, _ in draws}) == engine.size
+    assert {alike for _, alike in draws} == {second} != {first}
+    assert ("the mean of running statistics, and no random" in capsys.readouterr().out) == (engine.rank == 0)
