@@ -50,13 +50,14 @@ docs:
 	. .venv/bin/activate && exec python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -c docs/site . site
 	@echo "site/index.html: open it in a browser"
 
-# The wheel and the source distribution for a package index, checked. Both land in dist/.
+# The wheel and the source distribution for a package index, checked: also that the wheel trains in an environment with nothing but
+# what it depends on. Both land in dist/.
 dist:
 	@$(PYTHON) launch/setup $(SETUP) --with dist
 	rm -rf dist
 	. .venv/bin/activate && exec python -m build --no-isolation --outdir dist .
 	. .venv/bin/activate && exec python -m twine check --strict dist/*
-	. .venv/bin/activate && exec python -m pytest -q -m "" tests/e2e/launch/test_wheel.py
+	. .venv/bin/activate && exec python -m pytest -q -m "" tests/e2e/launch/test_wheel.py tests/e2e/launch/test_pip_install.py
 
 chaos: setup
 	@$(MAKE) --keep-going chaos-attacks chaos-environments chaos-examples

@@ -9,7 +9,7 @@ python -m hvdtrain.lm --sample "First Citizen:" --output-dir OUT    text from th
 --recipe gpt2                124 million parameters, 600,000 steps of 480 sequences of 1,024 byte pairs
 --layers 6 --heads 6 --width 384 --context 256 --steps 5000 --dropout 0.2    any other configuration
 
-Trains on the first 90 % of the text, with each sequence once per epoch, and evaluates on all of the rest (docs/examples.md).
+Trains on the first 90 % of the text, with each sequence once per epoch, and evaluates on all of the rest (docs/training.md).
 """
 
 from hvdtrain.launching import startup

@@ -27,7 +27,16 @@ from hvdtrain.engines.lines import say
 from hvdtrain.flags import Flags
 from hvdtrain.launching import exit_codes
 from hvdtrain.output.metric_names import Series, number
-from hvdtrain.output.recorded_runs import RATE, TRAIN, RecordedRun, differing, read_runs, results, time_shares
+from hvdtrain.output.recorded_runs import (
+    RATE,
+    TRAIN,
+    CurvePoint,
+    RecordedRun,
+    differing,
+    read_runs,
+    results,
+    time_shares,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,7 +160,7 @@ def figures(run: RecordedRun) -> dict[str, str]:
 def draw_all(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     """Yield the plots of the runs with their titles: each value over samples and over seconds, then where the time goes."""
     for name in [*names_to_draw(runs)[:MOST_VALUES], RATE.name]:
-        if any(points(run, Series(TRAIN, name)) for run in runs) or prefixes(runs, name):
+        if any(points(run.moments, Series(TRAIN, name)) for run in runs) or prefixes(runs, name):
             both = [partial(draw_values, runs=runs, name=name, axis=axis) for axis in ("samples", "seconds")]
             yield caption(runs, name), png(both)
     bars = [(f"{shortened(run.name)}, rank {rank}", share) for run in runs
@@ -171,18 +180,18 @@ def names_to_draw(runs: Sequence[RecordedRun]) -> list[str]:
 def caption(runs: Sequence[RecordedRun], name: str) -> str:
     """Return the title of a plot: its value, and what lines and markers are."""
     title = "samples per second, over all ranks" if name == RATE.name else shortened(name.replace("_", " "))
-    parts = ["line: training"] if any(points(run, Series(TRAIN, name)) for run in runs) else []
+    parts = ["line: training"] if any(points(run.moments, Series(TRAIN, name)) for run in runs) else []
     data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
     parts += [f"{kind}: {which}" for which, kind in zip(data, MARKERS.values(), strict=False)]
     parts += ["dashed: restart"] if any(len(run.attempts) > 1 for run in runs) else []
     return f"{title[:1].upper()}{title[1:]} ({', '.join(parts)})"
 
 
-def points(run: RecordedRun, series: Series, axis: str = "samples") -> list[tuple[float, float]]:
+def points(moments: Sequence[CurvePoint], series: Series, axis: str = "samples") -> list[tuple[float, float]]:
     """Return where a value was recorded, and its finite values."""
     found = [
         (getattr(moment, axis), number(moment.event.get(RATE.name)) if series == RATE else moment.values.get(series))
-        for moment in run.moments
+        for moment in moments
     ]
     return [(at, value) for at, value in found if value is not None and isfinite(value)]
 
@@ -212,13 +221,16 @@ def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str)
     every: list[float] = []
     for place, run in enumerate(runs):
         label = shortened(run.name)
-        curves: list[tuple[str, dict[str, Any]]] = [(TRAIN, dict(linewidth=0.8))]
+        # Over seconds, training has a curve for each attempt: with the steps that a kill has lost, and no line to the next.
+        attempts = [attempt.trained for attempt in run.attempts] if axis == "seconds" else [run.moments]
+        curves: list[tuple[list[CurvePoint], str, dict[str, Any]]]
+        curves = [(moments, TRAIN, dict(linewidth=0.8)) for moments in attempts]
         curves += [
-            (prefix, dict(marker=marker, linestyle=(0, (1, 2))))
+            (run.moments, prefix, dict(marker=marker, linestyle=(0, (1, 2))))
             for marker, prefix in zip(MARKERS, prefixes(runs, name), strict=False)
         ]
-        for prefix, style in curves:
-            if drawn := points(run, Series(prefix, name), axis):
+        for moments, prefix, style in curves:
+            if drawn := points(moments, Series(prefix, name), axis):
                 axes.plot(*zip(*drawn, strict=True), **look(place) | style, label=label)
                 every, label = every + [value for _, value in drawn], ""
         for attempt in run.attempts[1:]:

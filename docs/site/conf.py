@@ -6,6 +6,7 @@ file that is no page becomes a copy of that file.
 
 import base64
 import mimetypes
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import nbformat
 from myst_parser.parsers.sphinx_ import MystParser
 from nbconvert import MarkdownExporter
+from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -21,7 +23,7 @@ from hvdtrain import __version__  # noqa: E402
 
 # The navigation, and with it the pages of the site (paths without their ending). A page that is missing here fails a test.
 NAVIGATION = {
-    "Start": ["docs/index", "docs/install", "docs/quickstart", "docs/ladder", "docs/convert", "docs/examples"],
+    "Start": ["docs/index", "docs/install", "docs/quickstart", "docs/ladder", "docs/convert"],
     "Train": [
         "docs/training",
         "docs/data",
@@ -42,13 +44,16 @@ NAVIGATION = {
         "docs/reference/environment",
         "docs/reference/exit-codes",
         "docs/reference/launchers",
-        "docs/reference/patches",
         "docs/reference/errors",
         "docs/reference/limits",
         "docs/reference/security",
     ],
     "Project": ["CONTRIBUTING", "docs/reference/extending", "CHANGELOG"],
 }
+MOVED = {
+    "docs/examples": "docs/gpus",
+    "docs/reference/patches": "docs/evidence/horovod",
+}  # addresses that others may have
 EVIDENCE = "docs/evidence/"  # pages that others link to, and no navigation lists
 
 project, version, release = "hvdtrain", __version__, __version__
@@ -93,7 +98,19 @@ def add_navigation(app, page: str, source: list[str]) -> None:
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}```\n"
 
 
+def redirect(app, failure: Exception | None) -> None:
+    """Write a page for each address that has moved."""
+    for old, new in MOVED.items() if failure is None else ():
+        page, target = Path(app.outdir, f"{old}.html"), Path(app.outdir, f"{new}.html")
+        if page.exists() or not target.exists():
+            raise ExtensionError(f"MOVED of conf.py: {old} is a page, or {new} is none")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        link = os.path.relpath(target, page.parent)
+        page.write_text(f'<meta http-equiv="refresh" content="0; url={link}"><a href="{link}">moved</a>\n')
+
+
 def setup(app) -> None:
+    app.connect("build-finished", redirect)
     app.add_source_suffix(".ipynb", "notebook")
     app.add_source_parser(NotebookParser)
     app.connect("source-read", add_navigation)

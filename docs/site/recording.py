@@ -1,8 +1,11 @@
-"""Record docs/restart.svg: python docs/site/recording.py. A run, one that is killed and resumed, and their hashes.
+"""Record the pictures of README, each of a run beside one that is killed and resumed, under torchrun.
 
-All of it is run, under torchrun. Needs what pyproject.toml calls docs (rich draws the terminal).
+python docs/site/recording.py             docs/restart.svg: a terminal, with the hashes. Needs what pyproject.toml calls docs
+python docs/site/recording.py report      docs/report.png: the curves of MNIST. Its seconds need quiet cores
 """
 
+import base64
+import json
 import os
 import re
 import shutil
@@ -19,12 +22,17 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURE = ROOT / "docs" / "restart.svg"
+PICTURE, CURVES = ROOT / "docs" / "restart.svg", ROOT / "docs" / "report.png"
 COMMAND = "torchrun --nproc-per-node 2 xor.py --epochs 4 --output-dir runs/{name} --checkpoint-steps 20"
 COLUMNS = 120
 KILLED_AFTER = "epoch 2/4"
 # What torchrun says of a killed rank fills a page. These lines of it are shown.
 SHOWN = re.compile(r"epoch |resumed |.*Signal 9 \(SIGKILL\)")
+MNIST = (
+    "torchrun --nproc-per-node 2 -m hvdtrain.mnist --dataset mnist --epochs 4 --checkpoint-steps 400 --log-steps 20"
+    " --no-progress --output-dir runs/{name}"
+)
+KILLED_AT = 1_080  # a step: those since the last checkpoint are repeated
 
 
 def recorded(
@@ -61,7 +69,33 @@ def kill_rank_1(console: Console, process: subprocess.Popen[str], line: str) -> 
     os.kill(ranks[0].pid, signal.SIGKILL)
 
 
+def draw_report() -> int:
+    """Train on MNIST, whole, and killed and resumed; keep the picture of the loss that the report draws of both."""
+    with tempfile.TemporaryDirectory() as scratch:
+        start = dict(cwd=scratch, env=os.environ | {"PYTHONPATH": str(ROOT)}, shell=True)
+        subprocess.run(MNIST.format(name="whole"), check=True, **start)
+        with subprocess.Popen(f"exec {MNIST.format(name='killed')}", **start) as process:
+            record = Path(scratch, "runs", "killed", "metrics.jsonl")
+            while process.poll() is None and not (record.exists() and f'"step": {KILLED_AT}, ' in record.read_text()):
+                time.sleep(0.01)
+            ranks = json.loads(record.read_text().splitlines()[0])["ranks"]
+            os.kill(ranks[1]["pid"], signal.SIGKILL)
+        subprocess.run(MNIST.format(name="killed"), check=True, **start)
+        words = ["-m", "hvdtrain.report", "runs/whole", "runs/killed"]
+        subprocess.run([sys.executable, *words], cwd=scratch, env=start["env"], check=True)
+        page = Path(scratch, "runs", "report", "report.html").read_text()
+        summaries = [Path(scratch, "runs", name, "summary.json").read_text() for name in ("whole", "killed")]
+    if len({json.loads(summary)["parameters_sha256"] for summary in summaries}) != 1:
+        print("the hashes differ: no picture is written", file=sys.stderr)
+        return 1
+    CURVES.write_bytes(base64.b64decode(re.search(r'alt="Loss[^>]+base64,([^"]+)', page)[1]))
+    print(re.sub(r"<[^>]+>", " ", page.partition("<table>")[2].partition("</table>")[0]))
+    return 0
+
+
 def main() -> int:
+    if sys.argv[1:] == ["report"]:
+        return draw_report()
     console = Console(record=True, width=COLUMNS, file=sys.stdout, force_terminal=True)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)

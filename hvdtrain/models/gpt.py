@@ -6,7 +6,7 @@
 
 Weights start as GPT-2's do at its width, 768: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output
 joins the residual stream, so that the stream's variance does not grow with depth. At other widths these deviations are
-sqrt(768 / width) times as large: what a matrix product returns has then the same variance at every width (docs/examples.md).
+sqrt(768 / width) times as large: what a matrix product returns has then the same variance at every width (docs/training.md).
 """
 
 import math
@@ -75,7 +75,7 @@ class Block(nn.Module):
     def attention(self, inputs: Tensor) -> Tensor:
         projected = self.queries_keys_values(inputs)  # [b, t, 3 * width]
         if projected.device.type == "cpu":
-            # In bfloat16 the backward pass of CPU attention takes four times as long as in float32 (docs/examples.md).
+            # In bfloat16 the backward pass of CPU attention takes four times as long as in float32 (docs/training.md).
             projected = projected.float()
         # Split, then turned: the backward pass copies once instead of twice.
         parts = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))

@@ -46,6 +46,9 @@ class Attempt:
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed
     samples: float = 0.0
+    trained: list[CurvePoint] = field(
+        default_factory=list
+    )  # its `train` events, also of steps that a later one has repeated
 
 
 @dataclass
@@ -198,6 +201,7 @@ def take(run: RecordedRun, event: Event) -> None:
         go_back(run, event["step"] - 1)  # an attempt without a checkpoint repeats all steps
         values = {Series(TRAIN, key): value for key, value in named_values(event, run.metrics).items()}
         run.moments.append(CurvePoint(event["step"], event["samples"], run.seconds, values, event))
+        attempt.trained.append(run.moments[-1])
     elif name == "evaluate":
         last: CurvePoint | Attempt = run.moments[-1] if run.moments else attempt
         step, samples = (getattr(last, key) if event.get(key) is None else event[key] for key in ("step", "samples"))

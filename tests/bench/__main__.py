@@ -24,7 +24,7 @@ from hvdtrain.analysis import measuring
 from hvdtrain.engines import atomic
 from hvdtrain.output.run_output import versions
 from tests.bench.measurements import ROOT, Left
-from tests.bench.rows import Group, groups, measure_once
+from tests.bench.rows import SHOWN, Group, groups, measure_once
 
 HEAD = """# Speed
 
@@ -35,6 +35,12 @@ HEAD = """# Speed
 | Machine | two cores of an AMD EPYC, no GPU; torch 2.15.0, Horovod 0.28.1, Open MPI 4.1.8; load at the end [below](#dates) |
 | Runs, spread | n interleaved runs, both sides of a ratio in each; median and range |
 | Date | [below](#dates) |
+
+More is better, except for a time or a share. The table [below](#all-rows) has the ranges and the missed targets.
+
+{shown}
+
+## All rows
 
 DDP has our input, memory format and malloc. Untuned Horovod has one thread per rank. `cosinenet` is the default network.
 Folders and shards are read by 2 ranks with a worker each. A row that misses its target says why, if it is known. How rows
@@ -156,6 +162,16 @@ def table(known: list[Group], found: dict[str, Found]) -> str:
     return "\n".join([*lines, *(["", f"Rows not measured yet: `{', '.join(unknown)}`."] if unknown else [])])
 
 
+def for_users(known: list[Group], found: dict[str, Found]) -> str:
+    """Return a table of the rows that users ask about."""
+    lines = ["| what | against | ratio | `tests.bench --rows` |", "|---|---|---:|---|"]
+    names = {row.key: group.name for group in known for row in group.rows}
+    for key, cells in SHOWN.items():
+        if (values := found[key].values) is not None:
+            lines.append(f"| {' | '.join(cells)} | {values[1]:.3g} | `{names[key]}` |")
+    return "\n".join(lines)
+
+
 DATED = re.compile(r"([\w-]+) \(([\d.]+)\)")  # a group and its load
 
 
@@ -178,7 +194,7 @@ def dates(known: list[Group], results: Path, page: Path) -> list[str]:
 
 def write(known: list[Group], found: dict[str, Found], results: Path, docs: Path) -> None:
     parts = [
-        HEAD,
+        HEAD.format(shown=for_users(known, found)),
         table(known, found),
         "\n\n## Dates\n\n",
         "\n".join(dates(known, results, docs / "speed.md")),

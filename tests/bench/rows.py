@@ -23,7 +23,7 @@ from tests.bench.measurements import (
     wire,
 )
 from tests.bench.peers import whole
-from tests.bench.waits import waits
+from tests.bench.waits import command, waits
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,10 @@ def of_training() -> tuple[Group, ...]:
             ))
             for launcher, ranks in LAUNCHERS.items()
         ),
+        Group("command", command, (
+            Row("command", "one process: from Enter to the first line, `hvdtrain mnist` over `python -m hvdtrain.mnist`",
+                "≤ 1.05", ""),
+        )),
         Group("whole", whole, (
             Row("whole-seconds", f"{epoch}: seconds of the whole command", "", ""),
             Row("whole-accuracy", f"{epoch}: test accuracy", "≥ 0.99", ""),
@@ -186,6 +190,25 @@ def of_training() -> tuple[Group, ...]:
             Row("whole-pytorch", "PyTorch's MNIST example: its time to 99.0 % over ours", "≥ 45", ""),
         )),
     )  # fmt: skip
+
+
+# What users ask about: row -> what, and against what. Where less is better, the first word is "time" or "share".
+SHOWN = {
+    "ddp-2": ("training of a small network, 2 ranks", "DDP"),
+    "ddp-8": ("the same, 8 ranks on 2 cores", "DDP"),
+    "horovod-untuned-2": ("training of a small network, 2 ranks", "untuned Horovod over MPI"),
+    "horovod-gloo-2": ("the same", "untuned Horovod over Gloo"),
+    "whole-pytorch": ("MNIST to 99 %, the whole command, 2 ranks", "PyTorch's example"),
+    "whole-horovod": ("the same", "Horovod's example"),
+    "resnet": ("ResNet-50 in bf16 and channels_last", "float32"),
+    "folder-torchvision-500": ("reading a folder of JPEGs", "torchvision"),
+    "wire-fp16": ("100 Mbit/s between hosts, `--compression fp16`", "no compression"),
+    "first-step-torchrun": ("time from Enter to the end of the first step", "a bare script of DDP"),
+    "ctrl-c-torchrun": ("time from Ctrl-C to the prompt, with a checkpoint", "a bare script, without"),
+    "command": ("time to the first line of `hvdtrain mnist`", "`python -m hvdtrain.mnist`"),
+    "checkpoints": ("share of a checkpoint every 50 steps", "all of the time"),
+    "guards": ("share of all that notices faults", "all of the time"),
+}
 
 
 def measure_once(group: Group, data_dir: Path | None, peers: Path | None, repeat: int) -> dict[str, float]:

@@ -75,16 +75,23 @@ def waits(launcher: str) -> Measure:
     return measure
 
 
+def command(setting: Setting) -> dict[str, float]:
+    """Seconds from Enter to the first line: `hvdtrain mnist` over `python -m hvdtrain.mnist`."""
+    seconds = once(("command", "module"), lambda side: timed(setting, "alone", side)[0])
+    print(f"    { ({side: round(value, 2) for side, value in seconds.items()}) }", flush=True)
+    return {"command": seconds["command"] / seconds["module"]}
+
+
 def timed(setting: Setting, launcher: str, side: str) -> tuple[float, float, float]:
     """Start one side, press Ctrl-C after its first step; return the seconds of each of WAITS."""
     out, script = setting.scratch / side, setting.scratch / "bare.py"
     script.write_text(BARE)
     flags = ["--dataset", "digits", "--epochs", "9999", "--log-steps", "1", "--no-progress", "--output-dir", str(out)]
-    arguments = [str(script), launcher] if side == "bare" else ["-m", "hvdtrain.mnist", *flags]
+    words = {"bare": [*start(launcher), str(script), launcher], "command": [program("hvdtrain"), "mnist", *flags]}
     began = time.time()
     process = subprocess.Popen(
-        [*start(launcher), *arguments], start_new_session=True, text=True, env=users_environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        words.get(side, [*start(launcher), "-m", "hvdtrain.mnist", *flags]),
+        start_new_session=True, text=True, env=users_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     lines: dict[str, float] = {}  # the time at which each came
     reader = Thread(target=lambda: [lines.setdefault(line, time.time()) for line in process.stdout or ()])

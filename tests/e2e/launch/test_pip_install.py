@@ -60,6 +60,7 @@ def bare(wheel, tmp_path_factory) -> Path:
     pip = f"{sys.executable} -m pip --disable-pip-version-check -q --python {directory}/bin/python"
     done = launch(f"{pip} install --no-deps --no-index {wheel}", cwd=directory)
     assert done.code == 0, done
+    (directory / "wheel").write_text(wheel.name)
     for absent in ("horovod", "mpi4py", "pytest"):
         assert launch(f"{directory}/bin/python -c 'import {absent}'", cwd=directory).code == 1
     return directory / "bin"
@@ -79,6 +80,15 @@ def test_each_command_trains_alone_and_under_torchrun(name, bare, tmp_path):
         found = summary(where / "out")
         assert (found["world_size"], found["engine"]) == (ranks, "serial" if ranks == 1 else "ddp"), done
         assert "Traceback" not in done.stderr, done
+
+
+def test_the_command_trains(bare, tmp_path):
+    done = launch(f"{bare}/hvdtrain mnist --dataset digits {QUICK} --output-dir {tmp_path / 'out'}", cwd=tmp_path)
+    assert done.code == 0, done
+    assert summary(tmp_path / "out")["test_count"] == 382
+    assert (
+        launch(f"{bare}/hvdtrain --version", cwd=tmp_path).stdout.strip() in bare.parent.joinpath("wheel").read_text()
+    )
 
 
 def test_the_starter_and_the_doctor_need_no_more(bare, tmp_path):

@@ -81,7 +81,7 @@ TOOLS = [tool for tool in (["patch", "-p1", "--fuzz=0", "--batch"], ["git", "app
 
 @pytest.mark.slow
 def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, tmp_path: Path) -> None:
-    """A site that builds its own Horovod applies the same files with one of these (docs/reference/patches.md)."""
+    """A site that builds its own Horovod applies the same files with one of these (docs/evidence/horovod.md)."""
     # Below a repository, git would skip files that are not in it, and say nothing.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
     for name in ("eigen", "boost"):  # most of its files; no patch is for them
@@ -134,7 +134,7 @@ def test_each_patch_says_why_is_documented_and_in_the_key(
     for field in ("Reason: ", "Upstream: ") + ("Safe: ",) * (patch.parent == horovod_source.PATCHES):
         assert header.count(f"\n{field}") == 1
     name = str(patch.relative_to(horovod_source.PATCHES.parents[1]))
-    page = (LAUNCH.parent / "docs" / "reference" / "patches.md").read_text()
+    page = (LAUNCH.parent / "docs" / "evidence" / "horovod.md").read_text()
     listed = dict(re.findall(r"^- \[(\S+)\]\(\.\./\.\./(\S+)\)", page, re.M))
     assert listed.get(patch.stem) == name
     before = horovod_source.fingerprint()

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from matplotlib.figure import Figure
 
 from hvdtrain import report
 from hvdtrain import report as page
@@ -54,19 +55,17 @@ def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
         end(time=1005.0, train_seconds=7.0),
     )  # fmt: skip
     # The processes had started 2 and 3 seconds before.
-    (run,) = read_runs(
-        [
-            leave(
-                "run",
-                *(line | {"elapsed": (line["time"] - 100) % 900 + (2 if line["time"] < 999 else 3)} for line in lines),
-            )
-        ]
-    )
+    since = [line | {"elapsed": line["time"] - (98 if line["time"] < 999 else 997)} for line in lines]
+    (run,) = read_runs([leave("run", *since)])
     assert [(m.step, m.event["loss"], m.seconds) for m in run.of_training()] == [(1, 1, 1), (2, 1, 5), (3, 1, 6)]
     assert [(a.step, a.samples, a.before) for a in run.attempts] == [(0, 0, 0), (1, 64, 3)]
     assert [(m.event["accuracy"], m.samples) for m in run.of_training(False)] == [(0.6, 192)], "not the lost one"
     assert (page.figures(run)["training"], page.figures(run)["in all"]) == ("7.0 s", "13.0 s")
     assert page.figures(run)["state"] == "ended, 1 restart, from step 1"
+    axes = Figure().subplots()
+    page.draw_values(axes, [run], "loss", "seconds")
+    drawn = [line.get_xydata().tolist() for line in axes.lines if line.get_linewidth() == 0.8]
+    assert drawn == [[[1, 1], [2, 7], [3, 7]], [[5, 1], [6, 1]]], "a line for each attempt, with the lost steps"
 
 
 def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
