@@ -26,7 +26,7 @@ SHORTER = {
 COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
     # With batches by the memory of the GPUs, the loader for loops of others, --virtual-ranks, the plots of the report.
-    "hvdtrain/*": 2960,
+    "hvdtrain/*": 2960,, steps that a kill has lost in a report
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1590,
     "hvdtrain/checkpoint": 3170,  # with one state of many ranks, numbers that a state lacks, modes of modules
@@ -35,19 +35,19 @@ BUDGETS = {
     "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1140,  # with --virtual-ranks
     "hvdtrain/guards": 1660,
-    "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks
+    "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks, restart=True
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
-    "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers
+    "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
     "hvdtrain/output": 1610,  # with --virtual-ranks
     "hvdtrain/training": 20,
     "launch": 4830,  # with --virtual-ranks
     "tests/*": 560,  # with what writes a checkpoint of several ranks
     "tests/audited": 370,  # with the server of the peers' libraries
-    "tests/bench": 1750,  # with simulated ranks, of which tests/single had one and --virtual-ranks
+    "tests/bench": 1750,  # with simulated ranks, of which tests/single had one and --virtual-ranks, what users see of speed
     "tests/chaos": 1920,
     "tests/device": 660,
-    "tests/e2e": 6810,  # with an export and a loss of one rank alone
+    "tests/e2e": 6810,  # with an export and a loss of one rank alone, an older stop under Slurm
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
@@ -56,13 +56,13 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23660,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules
+    "tests/single": 23660,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
     "tests/twins": 2030,
 }
 
 
 def files(folder: str) -> list[Path]:
-    """Return the source files below a folder; of "hvdtrain/*", those in it."""
+    """Return the source files below a folder; of "hvdtrain/*", those in it.""", steps that a kill has lost in a report
     listed = subprocess.run(["git", "ls-files", folder.removesuffix("/*")], cwd=ROOT, capture_output=True, text=True)
     paths = [ROOT / name for name in listed.stdout.split() if name.endswith(COUNTED) or name == "launch/setup"]
     return [path for path in paths if path.parent == ROOT / folder[:-2]] if folder.endswith("/*") else paths
