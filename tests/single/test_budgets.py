@@ -25,8 +25,8 @@ SHORTER = {
 }
 COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
-    # With batches by the memory of the GPUs, the loader for loops of others, --virtual-ranks, the plots of the report.
-    "hvdtrain/*": 2960,, steps that a kill has lost in a report
+    # With batches by the memory of the GPUs, the loader for loops of others, --virtual-ranks, the plots of the report, lost steps.
+    "hvdtrain/*": 2960,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1590,
     "hvdtrain/checkpoint": 3170,  # with one state of many ranks, numbers that a state lacks, modes of modules
@@ -35,7 +35,7 @@ BUDGETS = {
     "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1140,  # with --virtual-ranks
     "hvdtrain/guards": 1660,
-    "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks, restart=True
+    "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks, restart
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
     "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
@@ -44,7 +44,7 @@ BUDGETS = {
     "launch": 4830,  # with --virtual-ranks
     "tests/*": 560,  # with what writes a checkpoint of several ranks
     "tests/audited": 370,  # with the server of the peers' libraries
-    "tests/bench": 1750,  # with simulated ranks, of which tests/single had one and --virtual-ranks, what users see of speed
+    "tests/bench": 1750,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1920,
     "tests/device": 660,
     "tests/e2e": 6810,  # with an export and a loss of one rank alone, an older stop under Slurm
@@ -62,7 +62,7 @@ BUDGETS = {
 
 
 def files(folder: str) -> list[Path]:
-    """Return the source files below a folder; of "hvdtrain/*", those in it.""", steps that a kill has lost in a report
+    """Return the source files below a folder; of "hvdtrain/*", those in it."""
     listed = subprocess.run(["git", "ls-files", folder.removesuffix("/*")], cwd=ROOT, capture_output=True, text=True)
     paths = [ROOT / name for name in listed.stdout.split() if name.endswith(COUNTED) or name == "launch/setup"]
     return [path for path in paths if path.parent == ROOT / folder[:-2]] if folder.endswith("/*") else paths
