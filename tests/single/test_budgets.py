@@ -25,7 +25,7 @@ SHORTER = {
 }
 COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
-    # With batches by the memory of the GPUs, the loader for loops of others, --virtual-ranks, the plots of the report, lost steps.
+    # With batches by the memory of the GPUs, the loader for loops of others, virtual ranks, plots of the report, lost steps.
     "hvdtrain/*": 2960,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1590,
@@ -35,7 +35,7 @@ BUDGETS = {
     "hvdtrain/engines": 4540,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1140,  # with --virtual-ranks
     "hvdtrain/guards": 1660,
-    "hvdtrain/inputs": 2780,  # with what persistent workers do not see; samplers without an engine and --virtual-ranks, restart
+    "hvdtrain/inputs": 2780,  # with what persistent workers do not see, samplers without an engine, virtual ranks, restart
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA
     "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
