@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
-from tests.single.training.small import N, X, Y, flags_for
+from tests.single.training.small import N, Trained, X, flags_for, train
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 BLOCKS = [
@@ -131,34 +132,32 @@ def test_a_compiled_model(monkeypatch):
         net = nn.Linear(3, 1)
         scope = dict(run=run, torch=torch, net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
         exec(block("torch.compile"), scope)
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(scope["net"](x), y))
-                step.update()
+        train(run, scope["net"], epochs=1)
         assert scope["net"] is not net
         assert run.state.samples == N
 
 
+def classified(*argv, blocks, labels, epochs=1, **how):
+    """Train a classifier, with these blocks at the end of each epoch."""
+    test = DataLoader(TensorDataset(X, labels), 8)
+
+    def tail(t, epoch):
+        for holds in blocks:
+            exec(
+                block(holds), dict(run=t.run, net=t.model, test=test, torch=torch, F=F, plateau=vars(t).get("plateau"))
+            )
+
+    return Trained(*argv, net=nn.Linear(3, 1 + int(labels.max())), data=(X, labels), epochs=epochs, tail=tail,
+                   loss=lambda t, x, y: F.cross_entropy(t.model(x), y), **how)  # fmt: skip
+
+
 def test_predictions(tmp_path):
     labels = torch.arange(N) % 3
-
-    def program(*argv):
-        with training.start(flags_for(*argv, epochs=1), metrics={"accuracy": "max"}) as run:
-            net = nn.Linear(3, 3)
-            test = DataLoader(TensorDataset(X, labels), 8)
-            net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            for _ in run.epochs(1):
-                for step in run.steps(X, labels):
-                    for x, y in step.batches():
-                        step.backward(F.cross_entropy(net(x), y))
-                    step.update()
-                exec(block("run.predict"), dict(run=run, net=net, test=test))
-            return run.evaluation["accuracy"]
-
-    accuracy = program("--output-dir", str(tmp_path / "run"))
+    how = dict(blocks=["run.predict"], labels=labels, metrics={"accuracy": "max"})
+    accuracy = classified(out=tmp_path / "run", **how).run.evaluation["accuracy"]
     file = tmp_path / "predicted.csv"
-    assert program("--evaluate", str(tmp_path / "run"), "--predict", str(file)) == accuracy
+    again = classified("--evaluate", str(tmp_path / "run"), "--predict", str(file), **how)
+    assert again.run.evaluation["accuracy"] == accuracy
     rows = [line.split(",") for line in file.read_text().splitlines()]
     label, predicted = rows[0].index("label"), rows[0].index("predicted")
     assert [int(row[label]) for row in rows[1:]] == labels.tolist()
@@ -182,40 +181,21 @@ def test_rare_images_are_drawn_as_often_as_others(tmp_path):
 
 def test_the_recorded_loss_is_the_mean_over_samples():
     labels = torch.arange(N) % 3
-    with training.start(flags_for(epochs=1), metrics={"accuracy": "max", "loss": "min"}) as run:
-        net, test = nn.Linear(3, 3), DataLoader(TensorDataset(X, labels), 8)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X, labels):
-                for x, y in step.batches():
-                    step.backward(F.cross_entropy(net(x), y))
-                step.update()
-            exec(block('reduction="sum"'), dict(run=run, net=net, test=test, F=F))
-        assert run.evaluation["loss"] == pytest.approx(F.cross_entropy(net(X), labels).item())
+    t = classified(blocks=['reduction="sum"'], labels=labels, metrics={"accuracy": "max", "loss": "min"})
+    assert t.run.evaluation["loss"] == pytest.approx(F.cross_entropy(t.net(X), labels).item())
 
 
 def test_the_auc_is_that_of_all_samples_and_a_plateau_follows_the_loss():
     labels = torch.arange(N) % 2
-    with training.start(flags_for(epochs=3), metrics={"auc": "max"}) as run:
-        net, test = nn.Linear(3, 2), DataLoader(TensorDataset(X, labels), 8)
-        _, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, min_lr=0.0)
-        run.register(plateau=plateau)
-        scope = dict(run=run, net=net, test=test, torch=torch, F=F, plateau=plateau)
-        for _ in run.epochs(3):
-            for step in run.steps(X, labels):
-                for x, y in step.batches():
-                    step.backward(F.cross_entropy(net(x), y))
-                step.update()
-            exec(block("plateau.step"), scope)
-            exec(block("run.gather"), scope)
-        scores = net(X)[:, 1]
-        assert run.evaluation["auc"] == pytest.approx(
-            sum(float(a > b) for a in scores[labels == 1] for b in scores[labels == 0])
-            / (labels.sum() * (1 - labels).sum())
-        )
-        assert plateau.best == pytest.approx(F.cross_entropy(net(X), labels).item())
-        assert plateau.last_epoch == 3
+    t = classified(
+        blocks=["plateau.step", "run.gather"], labels=labels, epochs=3, metrics={"auc": "max"}, lr=0.0,
+        registered=lambda t: dict(plateau=ReduceLROnPlateau(t.optimizer, patience=0, min_lr=0.0)),
+    )  # fmt: skip
+    scores = t.net(X)[:, 1]
+    above = (scores[labels == 1].unsqueeze(1) > scores[labels == 0]).double().mean()
+    assert t.run.evaluation["auc"] == pytest.approx(above.item())
+    assert t.plateau.best == pytest.approx(F.cross_entropy(t.net(X), labels).item())
+    assert t.plateau.last_epoch == 3
 
 
 def test_photos_of_ones_own_are_decoded(tmp_path):
@@ -235,10 +215,7 @@ def test_photos_of_ones_own_are_decoded(tmp_path):
 def test_exported_weights_are_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    with training.start(flags_for()) as run:
-        net = nn.Linear(3, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        run.export("runs/weights.safetensors")
+    net = Trained(net=nn.Linear(3, 1), end=lambda t: t.run.export("runs/weights.safetensors")).net
     fresh = nn.Linear(3, 1)
     exec(block("load_file"), dict(model=fresh))
     assert torch.equal(fresh.weight, net.weight)

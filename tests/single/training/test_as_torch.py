@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain import training
 from tests.e2e.launchers import events
-from tests.single.training.small import N, X, Y, fit, flags_for
+from tests.single.training.small import N, Trained, X, squares
 
 
 class Sines(nn.Module):
@@ -23,33 +22,28 @@ class Sines(nn.Module):
 
 
 def test_a_table_that_a_model_made_in_an_evaluation_is_used_in_training():
-    with training.start(flags_for()) as run:
-        net = Sines()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    def evaluated_first(t, x):
+        if len(t.net.table) < N:
+            with t.run.evaluating(N):
+                t.run.record(loss=t.model(X).square().sum())
+        return squares(t, x)
 
-        def evaluated_first(step, x):
-            if len(net.table) < N:
-                with run.evaluating(N):
-                    run.record(loss=model(X).square().sum())
-            return model(x).square().mean()
-
-        fit(run, [X], evaluated_first)
-    assert len(net.table) == N
+    assert len(Trained(net=Sines, data=[X], loss=evaluated_first).net.table) == N
 
 
 def test_an_evaluation_may_compute_gradients_of_its_own():
     """Of the input, as for adversarial examples and saliency."""
-    with training.start(flags_for(epochs=1)) as run:
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
-        fit(run, [X, Y], lambda step, x, y: (model(x) - y).square().mean())
-        with run.evaluating(N) as mine:
-            assert not model(X[mine]).requires_grad
+
+    def evaluate(t, epoch):
+        with t.run.evaluating(N) as mine:
+            assert not t.model(X[mine]).requires_grad
             with torch.enable_grad():
                 x = X[mine].clone().requires_grad_()
-                (gradient,) = torch.autograd.grad(model(x).sum(), x)
-            run.record(size=gradient.abs().sum(1))
-    assert abs(run.evaluation["size"] - float(net.weight.abs().sum())) < 1e-6
+                (gradient,) = torch.autograd.grad(t.model(x).sum(), x)
+            t.run.record(size=gradient.abs().sum(1))
+
+    t = Trained(net=nn.Linear(3, 1), lr=0.0, epochs=1, tail=evaluate)
+    assert abs(t.run.evaluation["size"] - float(t.net.weight.abs().sum())) < 1e-6
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16])
@@ -63,35 +57,36 @@ def short(request):
 
 def test_numbers_keep_their_digits_whatever_the_default_dtype_is(short, tmp_path):
     """Those of the program, and a count of tokens: the gradient of their mean is 1 for each weight."""
-    ones = torch.ones(N, 3, dtype=torch.float32)
-    with training.start(flags_for("--accumulate", "8", "--log-steps", "1", "--output-dir", str(tmp_path))) as run:
-        net = nn.Linear(3, 1, dtype=torch.float32)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
-        before = net.weight.detach().clone()
-        for _ in run.epochs(1):
-            for step in run.steps(ones):
-                per_sample = step.per_sample(lambda batch: 1001.0)
-                for (x,) in step.batches():
-                    step.record(number=1001.25)
-                    step.backward(model(x).mean(), count=torch.tensor(1001))
-                step.update()
-            with run.evaluating(N):
-                run.record(loss=1001.25, count=1)
-    assert run.evaluation["loss"] == 1001.25
-    assert per_sample == 5 * 1001 / N
+    net = nn.Linear(3, 1, dtype=torch.float32)
+    before = net.weight.detach().clone()
+
+    def at_step(t):
+        t.share = t.step.per_sample(lambda batch: 1001.0)
+
+    def loss(t, x):
+        t.step.record(number=1001.25)
+        return t.model(x).mean()
+
+    def evaluate(t, epoch):
+        with t.run.evaluating(N):
+            t.run.record(loss=1001.25, count=1)
+
+    t = Trained("--accumulate", "8", "--log-steps", "1", out=tmp_path, net=net, lr=1.0, count=torch.tensor(1001), epochs=1,
+                data=[torch.ones(N, 3, dtype=torch.float32)], at_step=at_step, loss=loss, tail=evaluate)  # fmt: skip
+    assert t.run.evaluation["loss"] == 1001.25
+    assert t.share == 5 * 1001 / N
     assert torch.allclose(before - net.weight, torch.ones(1, 3, dtype=torch.float32))
     assert events(tmp_path, "train")[0]["number"] == 1001.25
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_over_a_step_is_added_up_in_32_bits(dtype):
-    with training.start(flags_for("--accumulate", "40", "--log-steps", "1", epochs=1, batch_size=1)) as run:
-        net = nn.Linear(3, 1).to(dtype)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
-        for _ in run.epochs(1):
-            for step in run.steps(N):
-                for _batch in step.batches():
-                    loss = model(torch.ones(1, 3, dtype=dtype)).sum()
-                    step.backward(loss - loss.detach() + 101, count=torch.tensor(4001))
-                step.update()
-                assert step.loss == 101
+    def loss(t, _):
+        sums = t.model(torch.ones(1, 3, dtype=dtype)).sum()
+        return sums - sums.detach() + 101
+
+    def each(t):
+        assert t.step.loss == 101
+
+    Trained("--accumulate", "40", "--log-steps", "1", net=nn.Linear(3, 1).to(dtype), lr=0.0, epochs=1, batch_size=1,
+            data=[N], loss=loss, count=torch.tensor(4001), each=each)  # fmt: skip

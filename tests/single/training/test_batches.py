@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from hvdtrain import training
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.plan import Plan
@@ -21,8 +20,10 @@ X = torch.arange(N).float().unsqueeze(1)
 Pair = namedtuple("Pair", "x y")
 
 
-def flags_for(*argv, epochs=3):
-    return small.flags_for(*argv, epochs=epochs, batch_size=4)
+def trained(data, take, *argv, **how):
+    """Train on what `take` returns of a batch. data: what gives that of an epoch."""
+    how |= dict(net=nn.Linear(1, 1), lr=1e-6, loss=lambda t, *_: t.model(take(t, t.batch)).mean())
+    return small.Trained(*argv, data=lambda t: [data()], epochs=3, batch_size=4, **how)
 
 
 class Kept(UserDict):
@@ -51,44 +52,30 @@ COLLATED = {
 }
 
 
-def trained(flags, data, take, each=lambda step: None, **how):
-    with training.start(flags) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        for _ in run.epochs(flags.epochs):
-            for step in run.steps(data, **how):
-                for batch in step.batches():
-                    step.backward(model(take(batch, step)).mean())
-                step.update()
-                each(step)
-
-
 @pytest.mark.parametrize("kind", COLLATED)
 def test_a_batch_is_what_the_loader_has_collated_in_training_and_evaluation(kind):
     collate, rows, expected = COLLATED[kind]
     loader = DataLoader(Table(), 4, shuffle=True, collate_fn=lambda indices: collate(torch.tensor(indices)))
     seen = []
 
-    def take(batch, step):
+    def take(t, batch):
         assert type(batch) is expected
-        assert rows(batch)[:, 0].int().tolist() == step.batch.indices.tolist()
-        seen.extend(step.batch.indices.tolist())
+        assert rows(batch)[:, 0].int().tolist() == t.step.batch.indices.tolist()
+        seen.extend(t.step.batch.indices.tolist())
         return rows(batch)
 
-    trained(flags_for(), loader, take)
-    assert Counter(seen) == dict.fromkeys(range(N), 3)
-
-    with training.start(flags_for()) as run:
-        net = nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    def evaluate(t, epoch):
         evaluated = []
-        with run.evaluating(loader) as batches:
+        with t.run.evaluating(loader) as batches:
             for batch in batches:
                 assert type(batch) is expected
                 evaluated.extend(rows(batch)[:, 0].int().tolist())
-                run.record(loss=rows(batch))
+                t.run.record(loss=rows(batch))
         assert sorted(evaluated) == list(range(N))
-        assert run.evaluation["loss"] == pytest.approx(X.mean().item())
+        assert t.run.evaluation["loss"] == pytest.approx(X.mean().item())
+
+    trained(lambda: loader, take, tail=evaluate)
+    assert Counter(seen) == dict.fromkeys(range(N), 3)
 
 
 def test_what_is_moved_keeps_its_kind_and_is_a_copy():
@@ -104,20 +91,16 @@ def test_what_is_moved_keeps_its_kind_and_is_a_copy():
 
 def test_the_loss_of_a_step_is_that_of_all_micro_batches():
     losses = []
-    with training.start(flags_for("--accumulate", "2", "--log-steps", "1", epochs=1)) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        for _ in run.epochs(1):
-            for step in run.steps(X):
-                with pytest.raises(UserError, match=r"step\.loss before the end"):
-                    _ = step.loss
-                for (x,) in step.batches():
-                    step.backward(model(x).square().mean())
-                losses.append(step.loss)
-                step.update()
-        assert losses[-1] == pytest.approx(run.state.train["loss"])
-        with pytest.raises(UserError, match=r"step\.batch outside"):
-            _ = step.batch
+
+    def at_step(t):
+        with pytest.raises(UserError, match=r"step\.loss before the end"):
+            _ = t.step.loss
+
+    t = small.Trained("--accumulate", "2", "--log-steps", "1", net=nn.Linear(1, 1), lr=1e-6, epochs=1, batch_size=4,
+                      data=[X], at_step=at_step, loss=small.squares, each=lambda t: losses.append(t.step.loss))  # fmt: skip
+    assert losses[-1] == pytest.approx(t.run.state.train["loss"])
+    with pytest.raises(UserError, match=r"step\.batch outside"):
+        _ = t.step.batch
 
 
 # ---- two data sets
@@ -130,21 +113,21 @@ def two(**options):
     return {"labelled": first, "unlabelled": other}
 
 
-def used(flags, data, kill=None, **how):
+def used(data, *argv, **how):
     seen = {"labelled": [], "unlabelled": []}
 
-    def take(batch, step):
+    def take(t, batch):
         for name, (x,) in batch.items():
             seen[name].extend(x[:, 0].int().tolist())
         return torch.cat([x for (x,) in batch.values()])
 
-    trained(flags, data, take, small.kill_at(kill), **how)
+    trained(lambda: data, take, *argv, **how)
     return seen
 
 
 @pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"sampler": WeightedRandomSampler([1.0] * 31, 20)}])
 def test_two_data_sets_each_keep_their_position(options, tmp_path):
-    whole = used(flags_for(), two(**options))
+    whole = used(two(**options))
     assert Counter(whole["labelled"]) == dict.fromkeys(range(N), 3)
     assert len(whole["unlabelled"]) == 3 * 3 * N  # three for each labelled one
     if "sampler" not in options:
@@ -152,46 +135,39 @@ def test_two_data_sets_each_keep_their_position(options, tmp_path):
         assert sorted(first) == list(range(31))  # an epoch of its own
         assert (first == list(range(31))) == (not options)
         assert (whole["unlabelled"][31:62] == first) == (not options)
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(small.Killed):
-        used(flags, two(**options), kill=8)
-    rest = used(flags, two(**options))
+    goes_on(options, tmp_path, whole)
+
+
+def goes_on(options, directory, whole, **how):
+    saved = ("--output-dir", str(directory), "--checkpoint-steps", "1")
+    small.killed(used, two(**options), *saved, kill=8, **how)
+    rest = used(two(**options), *saved, **how)
     for name, samples in rest.items():
         assert 0 < len(samples) < len(whole[name])
         assert samples == whole[name][-len(samples) :]
 
 
 def test_with_restart_each_epoch_begins_all_data_sets_anew(tmp_path):
-    whole = used(flags_for(), two(shuffle=True), restart=True)
+    whole = used(two(shuffle=True), restart=True)
     epochs = [whole["unlabelled"][3 * N * epoch : 3 * N * (epoch + 1)] for epoch in range(3)]
     for epoch in epochs:
         assert Counter(epoch[:31]) == dict.fromkeys(range(31), 1)
         assert max(Counter(epoch).values()) - min(Counter(epoch).values()) <= 1
     assert len({tuple(epoch) for epoch in epochs}) == 3, "each in an order of its own"
-    assert used(flags_for(), two(), restart=True)["unlabelled"][3 * N :][:31] == list(range(31))
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(small.Killed):
-        used(flags, two(shuffle=True), kill=8, restart=True)
-    rest = used(flags, two(shuffle=True), restart=True)
-    for name, samples in rest.items():
-        assert 0 < len(samples) < len(whole[name])
-        assert samples == whole[name][-len(samples) :]
+    assert used(two(), restart=True)["unlabelled"][3 * N :][:31] == list(range(31))
+    goes_on({"shuffle": True}, tmp_path, whole, restart=True)
 
 
 def test_tensors_go_beside_a_loader_and_a_dictionary_may_be_written_anew_in_each_epoch():
-    shuffled = DataLoader(FIRST, 4, shuffle=True)
-    opened = []
-    with training.start(flags_for()) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        for _ in run.epochs(3):
-            for step in run.steps({"a": shuffled, "b": (X, X)}):
-                opened.append(run.data.input)
-                for batch in step.batches():
-                    assert [len(part[0]) for part in batch.values()] == [step.batch.count] * 2
-                    step.backward(model(batch["b"][1]).mean())
-                step.update()
-    assert len(set(map(id, opened))) == 1
+    shuffled, opened = DataLoader(FIRST, 4, shuffle=True), set()
+
+    def take(t, batch):
+        opened.add(id(t.run.data.input))
+        assert [len(part[0]) for part in batch.values()] == [t.step.batch.count] * 2
+        return batch["b"][1]
+
+    trained(lambda: {"a": shuffled, "b": (X, X)}, take)
+    assert len(opened) == 1
 
 
 def test_over_any_number_of_ranks_a_step_takes_the_same_samples_of_both():

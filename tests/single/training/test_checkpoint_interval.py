@@ -13,24 +13,17 @@ class Clock:
         return self.now
 
 
-def saved(
-    interval: CheckpointInterval,
-    clock: Clock,
-    stall: float,
-    processor: float = 0.0,
-    seconds: float = 0.01,
-    failed=False,
-):
+def saved(interval, clock, stall, processor=0.0, seconds=0.01, failed=False):
     with interval.saving():
         clock.now += stall
     interval.written(processor, seconds, failed=failed)
 
 
-def due(interval: CheckpointInterval, clock: Clock) -> bool:
+def due(interval, clock):
     return clock() >= interval.due_at
 
 
-def share(cost: tuple[float, float], seconds: float = 400.0) -> float:
+def share(cost, seconds=400.0):
     """Return the share of the time that checkpoints of this cost (stall, processor) take once one was measured."""
     clock = Clock()
     interval = CheckpointInterval(True, clock)

@@ -1,10 +1,7 @@
 """Data sets, samplers and loaders of all kinds: the samples of an epoch are those of torch's DataLoader, or one line is."""
 
 import itertools
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,13 +27,11 @@ from torch.utils.data import (
     random_split,
 )
 
-from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.fetching import samples_in
 from tests.single.training import small
 
 pytestmark = pytest.mark.usefixtures("worker_server")
-ROOT = Path(__file__).resolve().parents[3]
 N = 20
 
 
@@ -145,27 +140,35 @@ def values(batch):
     return [int(value) for value in torch.as_tensor(batch).flatten()]
 
 
-def ours(loader, epochs=2, before=lambda epoch: None, collected=values):
-    """Return the samples of each epoch of a training, and of an evaluation."""
+def ours(loader, epochs=2, before=small.nothing, collected=values):
+    """Return the samples of each epoch of a training, and of an evaluation. before: an epoch."""
     seen, tested = [], []
-    batch_size = loader.batch_size or 4
-    flags = small.flags_for(epochs=epochs, batch_size=batch_size)
-    with training.start(flags) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        for epoch in run.epochs(epochs):
-            before(epoch)
-            seen.append([])
-            for step in run.steps(loader):
-                for batch in step.batches():
-                    seen[-1] += collected(batch)
-                    step.backward(model(torch.zeros(2, 1)).mean())
-                step.update()
-        with run.evaluating(loader) as mine:
+
+    def head(t, epoch):
+        before(epoch)
+        seen.append([])
+
+    def loss(t, *_):
+        seen[-1] += collected(t.batch)
+        return t.model(torch.zeros(2, 1)).mean()
+
+    def end(t):
+        with t.run.evaluating(loader) as mine:
             for batch in mine:
-                tested += collected(batch)
-                run.record(loss=torch.as_tensor(batch))
+                tested.extend(collected(batch))
+                t.run.record(loss=torch.as_tensor(batch))
+
+    batch_size = loader.batch_size or 4
+    linear(loader, head=head, loss=loss, end=end, epochs=epochs, batch_size=batch_size)
     return seen, tested
+
+
+def on_batch(t, *_):
+    return t.model(t.batch).mean()
+
+
+def linear(loader, **how):
+    return small.Trained(net=nn.Linear(1, 1), data=[loader], **dict(batch_size=4, loss=on_batch, lr=1e-6) | how)
 
 
 @pytest.mark.parametrize("kind", IN_ORDER)
@@ -207,19 +210,11 @@ def test_a_sampler_without_an_end_is_one_line(length, batches):
 # ---- what changes between epochs
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_attribute_that_changes_between_epochs_is_seen_by_the_workers_of_the_next(workers):
-    data = Numbers()
-    loader = DataLoader(data, 4, num_workers=workers)
-    (first, second), _ = ours(loader, before=lambda epoch: setattr(data, "extra", 100.0 * epoch))
-    assert (first, second) == (list(range(N)), list(range(100, 100 + N)))
-
-
-def test_persistent_workers_keep_the_data_set_as_it_was():
-    data = Numbers()
-    loader = DataLoader(data, 4, num_workers=1, persistent_workers=True)
-    (first, second), _ = ours(loader, before=lambda epoch: setattr(data, "extra", 100.0 * epoch))
-    assert first == second == list(range(N))
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (1, True)])
+def test_an_attribute_that_changes_between_epochs_is_seen_by_the_next_unless_workers_persist(workers, persistent):
+    loader = DataLoader(Numbers(), 4, num_workers=workers, persistent_workers=persistent)
+    (first, second), _ = ours(loader, before=lambda epoch: setattr(loader.dataset, "extra", 100.0 * epoch))
+    assert (first, second) == (list(range(N)), list(range(N) if persistent else range(100, 100 + N)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -236,12 +231,9 @@ def test_weights_that_change_between_epochs_are_drawn_from(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_of_another_length_than_in_the_epoch_before_is_one_line(workers):
-    data = Numbers()
+    loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)
     with pytest.raises(UserError, match=r"run.steps\(\) got 22 samples, and 20 in the epoch before: if .*changes=True"):
-        ours(
-            DataLoader(data, 4, shuffle=True, num_workers=workers),
-            before=lambda epoch: setattr(data, "n", N + 2 * epoch),
-        )
+        ours(loader, before=lambda epoch: setattr(loader.dataset, "n", N + 2 * epoch))
 
 
 class Seeds(Numbers):
@@ -322,30 +314,24 @@ def test_samples_that_a_collate_fn_leaves_out_do_not_count(accumulate, workers):
     loader = DataLoader(Unreadable(), 4, collate_fn=readable, num_workers=workers)
     steps = [list(range(first, min(first + 4 * accumulate, N))) for first in range(0, N, 4 * accumulate)]
     left = [part for step in steps if (part := [i for i in step if i % 4 != 3 and i >= 4])]
-    with training.start(small.flags_for("--accumulate", str(accumulate), epochs=1, batch_size=4)) as run:
-        net = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(net.weight)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
-        for _ in run.epochs(1):
-            if accumulate == 1:
-                loader = DataLoader(Subset(Unreadable(), range(4, N)), 4, collate_fn=readable, num_workers=workers)
-            small_steps(run, loader, model)
-        assert net.weight.item() == pytest.approx(-float(mean_over_steps(left)))
-        with run.evaluating(DataLoader(Unreadable(), 4, collate_fn=readable)) as mine:
+    if accumulate == 1:
+        loader = DataLoader(Subset(Unreadable(), range(4, N)), 4, collate_fn=readable, num_workers=workers)
+
+    def end(t):
+        with t.run.evaluating(DataLoader(Unreadable(), 4, collate_fn=readable)) as mine:
             for batch in mine:
                 if batch is not None:
-                    run.record(value=batch[:, 0], summed=batch.sum())
+                    t.run.record(value=batch[:, 0], summed=batch.sum())
+
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    flags = ["--accumulate", str(accumulate)]
+    run = small.Trained(*flags, net=net, lr=1.0, data=[loader], epochs=1, batch_size=4, end=end, loss=on_batch).run
+    assert net.weight.item() == pytest.approx(-float(mean_over_steps(left)))
     readable_ones = [i for i in range(4, N) if i % 4 != 3]
     assert run.evaluation["count"] == len(readable_ones)
     mean = sum(readable_ones) / len(readable_ones)
     assert run.evaluation["value"] == run.evaluation["summed"] == pytest.approx(mean)
-
-
-def small_steps(run, loader, model):
-    for step in run.steps(loader):
-        for batch in step.batches():
-            step.backward(model(batch).mean())
-        step.update()
 
 
 def test_a_step_of_which_nothing_is_left_is_one_line():
@@ -358,35 +344,32 @@ def two_views(samples):
 
 
 def test_several_values_of_a_sample_are_a_mean_over_them_and_too_few_are_one_line():
-    with training.start(small.flags_for(epochs=1, batch_size=4)) as run:
-        net = nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    few = DataLoader(Numbers(), 4)
+
+    def end(t):
+        run = t.run
         with run.evaluating(DataLoader(Numbers(), 4, collate_fn=two_views)) as mine:
             for batch in mine:
                 run.record(value=batch[:, 0])
         assert run.evaluation["value"] == pytest.approx((N - 1) / 2)
         complaint = r"run.record\(value=...\) got 15 values for 20 samples: give a value for each sample, or their sum"
-        with pytest.raises(UserError, match=complaint), run.evaluating(DataLoader(Numbers(), 4)) as mine:
+        with pytest.raises(UserError, match=complaint), run.evaluating(few) as mine:
             for batch in mine:
                 run.record(value=batch[:3, 0])
         with run.evaluating(N) as mine:
             run.record(value=torch.arange(N)[mine].repeat(2))
         assert run.evaluation["value"] == pytest.approx((N - 1) / 2)
-        complaint = r"run.record\(value=...\) got 30 values for 20 samples"
-        with pytest.raises(UserError, match=complaint), run.evaluating(N):
+        with pytest.raises(UserError, match=r"run.record\(value=...\) got 30 values for 20 samples"), run.evaluating(N):
             run.record(value=torch.ones(30))
+
+    linear(few, epochs=1, end=end)
 
 
 # ---- another split when the run is resumed
 
 
 def on_a_part(directory, data, sampler=None, epochs=1):
-    flags = small.flags_for("--output-dir", str(directory), epochs=epochs, batch_size=4)
-    with training.start(flags) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        small.fit(run, [DataLoader(data, 4, sampler=sampler)], lambda step, x: model(x).mean())
-        return run.state.epoch
+    return linear(DataLoader(data, 4, sampler=sampler), out=directory, epochs=epochs).run.state.epoch
 
 
 def test_a_run_is_not_resumed_on_another_split(tmp_path):
@@ -446,15 +429,8 @@ class Held(Dataset):
         self.large[0] = 1.0  # a worker's own copy, which it may change
         arrays = [self.columns, self.mapped, self.mapped_from_ten]
         tensors = [
-            self.view,
-            self.half,
-            self.empty,
-            self.scalar,
-            self.shared,
-            self.parameter,
-            self.weight,
-            self.product,
-        ]
+            self.view, self.half, self.empty, self.scalar, self.shared, self.parameter, self.weight, self.product,
+        ]  # fmt: skip
         tensors += [self.sparse.to_dense(), self.complex.resolve_conj(), *self.model.parameters(), self.function(1)]
         kinds = [type(self.mapped).__name__, self.mapped.filename, self.same is self.view, self.weight.requires_grad,
                  self.view.stride(), self.objects.tolist(), type(self.parameter).__name__]  # fmt: skip
@@ -473,51 +449,13 @@ def test_what_a_data_set_holds_is_the_same_in_a_worker(nameless, tmp_path, monke
     data = Held(tmp_path / "mapped")
     before = data.large.copy()
     loader = DataLoader(data, 1, collate_fn=only, num_workers=2)
-    with training.start(small.flags_for(epochs=1, batch_size=1)) as run:
-        net = nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
-        with run.evaluating(loader) as mine:
-            for batch in mine:
-                there = batch
-            run.record(loss=torch.zeros(()), count=1)
+    there = []
+
+    def evaluate(t):
+        with t.run.evaluating(loader) as mine:
+            there.extend(mine)
+            t.run.record(loss=torch.zeros(()), count=1)
+
+    linear(loader, epochs=0, batch_size=1, before=evaluate)
     assert np.array_equal(data.large, before)
-    assert there == data[0]
-
-
-STDIN = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from hvdtrain import training
-
-class Numbers(Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        return torch.tensor([float(index)])
-
-def main():
-    with training.start(training.parser("test", None, epochs=1, batch_size=4).parse_args()) as run:
-        net = nn.Linear(1, 1)
-        net, opt = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        loader = DataLoader(Numbers(), 4, num_workers=1, collate_fn=lambda samples: torch.stack(samples))
-        for epoch in run.epochs(1):
-            for step in run.steps(loader):
-                for a in step.batches():
-                    print(a.flatten().tolist())
-                    step.backward(net(a).mean())
-                step.update()
-    return run.exit_code
-
-if __name__ == "__main__":
-    training.main(main)
-"""
-
-
-@pytest.mark.slow  # tests/single/data/test_input_workers.py has another program that no server can import
-def test_a_program_from_standard_input_has_workers():
-    command = [sys.executable, "-", "--engine", "serial", "--no-progress", "--threads", "1"]
-    done = subprocess.run(command, input=STDIN, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done
-    assert "[0.0, 1.0, 2.0, 3.0]\n[4.0, 5.0, 6.0, 7.0]\n" in done.stdout, done
-    assert not done.stderr, done
+    assert there == [data[0]]

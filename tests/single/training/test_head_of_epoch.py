@@ -6,10 +6,12 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
-from hvdtrain import training
 from hvdtrain.engines.lock import Lock
-from tests.single.training.small import Killed, X, flags_for, network
+from tests.single.training.small import Trained, X, killed, network, nothing, resumed, squares
+
+SAVED = ("--checkpoint-steps", "1")
 
 
 class Counter:
@@ -22,83 +24,70 @@ class Counter:
         self.number = state["number"]
 
 
-def halve_rate(net, optimizer, scheduler, counter):
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.5
+def change_all(t):
+    """Change the rate, by hand and by a scheduler, a buffer, weights, momentum, and a number of the program's own."""
+    for group in t.optimizer.param_groups:
+        group["lr"] *= 0.8
+    t.scheduler.step()
+    t.net.heat.mul_(0.5)
+    t.net.weight.data.mul_(0.5)
+    t.optimizer.state.clear()
+    t.counter.number += 1
 
 
-HEADS = {
-    "rate": halve_rate,
-    "scheduler": lambda net, optimizer, scheduler, counter: scheduler.step(),
-    "buffer": lambda net, optimizer, scheduler, counter: net.heat.mul_(0.5),
-    "weights": lambda net, optimizer, scheduler, counter: net.weight.data.mul_(0.5),
-    "momentum": lambda net, optimizer, scheduler, counter: optimizer.state.clear(),
-    "counter": lambda net, optimizer, scheduler, counter: setattr(counter, "number", counter.number + 1),
-}
+def heated():
+    net = nn.Linear(3, 1)
+    net.register_buffer("heat", torch.ones(()))
+    return net
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("head", HEADS)
-def test_the_head_of_a_resumed_epoch_counts_once(head, tmp_path):
-    def program(directory, stop=None):
-        with training.start(flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=3)) as run:
-            net, counter = nn.Linear(3, 1), Counter()
-            net.register_buffer("heat", torch.ones(()))
-            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            run.register(scheduler=scheduler, counter=counter)
-            for _ in run.epochs(3):
-                HEADS[head](net, optimizer, scheduler, counter)
-                for step in run.steps(X):
-                    for (x,) in step.batches():
-                        step.backward((model(x) * net.heat - counter.number).square().mean())
-                    step.update()
-                    if step.number == stop:
-                        raise Killed
-        state = {name: value.tolist() for name, value in net.state_dict().items()}
-        return state, optimizer.param_groups[0]["lr"], counter.number, copy.deepcopy(scheduler.state_dict())
+def counted(directory, *argv, **how):
+    """Train for three epochs what `change_all` changes."""
+    return Trained(
+        *argv, out=directory, net=heated, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), data=[X], epochs=3,
+        registered=lambda t: dict(scheduler=ExponentialLR(t.optimizer, 0.5), counter=Counter()),
+        loss=lambda t, x: (t.model(x) * t.net.heat - t.counter.number).square().mean(), **how,
+    )  # fmt: skip
 
-    whole = program(tmp_path / "whole")
-    with pytest.raises(Killed):
-        program(tmp_path / "apart", 8)
-    assert program(tmp_path / "apart") == whole
+
+def evaluated(t, loss, stops):
+    """Evaluate; where `stops` is true, the run is stopped in it."""
+    with t.run.evaluating(len(X)) as mine:
+        if stops:
+            t.run.stop()
+            while not t.run.stopping.watch.stop_reason:
+                time.sleep(0.01)
+        t.run.record(loss=loss(X[mine]))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("head", HEADS)
+def test_the_head_of_a_resumed_epoch_counts_once(tmp_path):
+    def program(directory, kill):
+        t = counted(directory, *SAVED, head=lambda t, _: change_all(t), kill=kill)
+        state = {name: value.tolist() for name, value in t.net.state_dict().items()}
+        return state, t.rate(), t.counter.number, copy.deepcopy(t.scheduler.state_dict())
+
+    whole, apart = resumed(program, tmp_path, 8)
+    assert apart == whole
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("stops", [(3,), (4,), (7, 5), (9,), (8, 7, 9)])
-def test_what_precedes_an_evaluation_in_which_a_run_stops_counts_once(head, stops, tmp_path):
+def test_what_precedes_an_evaluation_in_which_a_run_stops_counts_once(stops, tmp_path):
     """Each epoch has four, the first before its steps, and changes something before each. stops: the evaluations, counted
     from the beginning of training, in which a run is stopped."""
 
     def program(directory, number=None):
         states = []
-        with training.start(flags_for("--output-dir", str(directory), epochs=3)) as run:
-            net, counter = nn.Linear(3, 1), Counter()
-            net.register_buffer("heat", torch.ones(()))
-            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            run.register(scheduler=scheduler, counter=counter)
 
-            def evaluate(epoch, place):
-                HEADS[head](net, optimizer, scheduler, counter)
-                with run.evaluating(len(X)) as mine:
-                    if 4 * epoch + place == number:
-                        run.stop()
-                        while not run.stopping.watch.stop_reason:
-                            time.sleep(0.01)
-                    run.record(loss=(model(X[mine]) - counter.number).square().sum())
-                states.append([epoch, place, net.weight.tolist(), net.heat.item(), scheduler.get_last_lr()])
+        def evaluate(t, epoch, place):
+            change_all(t)
+            evaluated(t, lambda x: (t.model(x) - t.counter.number).square().sum(), 4 * epoch + place == number)
+            states.append([epoch, place, t.net.weight.tolist(), t.net.heat.item(), t.scheduler.get_last_lr()])
 
-            for epoch in run.epochs(3):
-                evaluate(epoch, 1)
-                for step in run.steps(X):
-                    for (x,) in step.batches():
-                        step.backward((model(x) * net.heat - counter.number).square().mean())
-                    step.update()
-                for place in (2, 3, 4):
-                    evaluate(epoch, place)
-        return states, optimizer.param_groups[0]["lr"], counter.number, run.exit_code
+        t = counted(directory, head=lambda t, epoch: evaluate(t, epoch, 1),
+                    tail=lambda t, epoch: [evaluate(t, epoch, place) for place in (2, 3, 4)])  # fmt: skip
+        return states, t.rate(), t.counter.number, t.run.exit_code
 
     *whole, code = program(tmp_path / "whole")
     assert code == 0
@@ -116,11 +105,11 @@ def train_all(net, teacher):
 
 
 MODES = {  # what a program does before its loop, at the head of an epoch, after a step, in the tail: to model and teacher
-    "forgets train() after an evaluation": (None, None, None, lambda net, teacher: net.eval()),
-    "train() at each head": (None, lambda net, teacher: net.train(), None, lambda net, teacher: net.eval()),
-    "toggles at each head": (None, lambda net, teacher: net.train(not net.training), None, None),
-    "toggles a part at each step": (None, None, lambda net, teacher: net[1].train(not net[1].training), None),
-    "a registered teacher before the loop": (lambda net, teacher: teacher.eval(), None, None, train_all),
+    "forgets train() after an evaluation": (nothing, nothing, nothing, lambda net, teacher: net.eval()),
+    "train() at each head": (nothing, lambda net, teacher: net.train(), nothing, lambda net, teacher: net.eval()),
+    "toggles at each head": (nothing, lambda net, teacher: net.train(not net.training), nothing, nothing),
+    "toggles a part at each step": (nothing, nothing, lambda net, teacher: net[1].train(not net[1].training), nothing),
+    "a registered teacher before the loop": (lambda net, teacher: teacher.eval(), nothing, nothing, train_all),
 }
 
 
@@ -129,52 +118,38 @@ MODES = {  # what a program does before its loop, at the head of an epoch, after
 def test_a_resumed_run_has_the_modes_of_its_modules(place, stops, tmp_path):
     """stops: the steps at which a run is killed, the first of an epoch or within one, or evaluations in which it is stopped.
     One that has stopped in its last evaluation goes on for an epoch."""
-    before, head, after, tail = (call or (lambda net, teacher: None) for call in MODES[place])
+    before, head, after, tail = MODES[place]
     longer = int(stops == ("after",))
 
     def program(directory, stop=None, epochs=3 + longer):
         losses = {}
-        with training.start(flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=epochs)) as run:
-            net, teacher = network(), network()
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
-            run.register(teacher=teacher)
 
-            def evaluate(name):
-                with run.evaluating(len(X)) as mine:
-                    if name == stop:
-                        run.stop()
-                        while not run.stopping.watch.stop_reason:
-                            time.sleep(0.01)
-                    run.record(loss=model(X[mine]).square().sum())
+        def evaluate(t, name):
+            evaluated(t, lambda x: t.model(x).square().sum(), name == stop)
 
-            evaluate("before")
-            before(net, teacher)
-            for epoch in run.epochs(epochs):
-                head(net, teacher)
-                for step in run.steps(X):
-                    for (x,) in step.batches():
-                        step.backward(loss := (model(x) - teacher(x).detach()).square().mean())
-                    step.update()
-                    after(net, teacher)
-                    losses[step.number] = loss.item()
-                    if step.number == stop:
-                        raise Killed
-                tail(net, teacher)
-                evaluate(f"tail {epoch}")
-            net.eval()
-            evaluate("after")
-        return losses, net.state_dict(), run.exit_code
+        def each(t):
+            after(t.net, t.teacher)
+            losses[t.step.number] = t.losses[-1]
+
+        t = Trained(
+            *SAVED, out=directory, lr=0.05, data=[X], epochs=epochs, kill=stop, each=each,
+            registered=lambda t: dict(teacher=network()), head=lambda t, _: head(t.net, t.teacher),
+            loss=lambda t, x: (t.model(x) - t.teacher(x).detach()).square().mean(),
+            before=lambda t: (evaluate(t, "before"), before(t.net, t.teacher)),
+            tail=lambda t, epoch: (tail(t.net, t.teacher), evaluate(t, f"tail {epoch}")),
+            end=lambda t: (t.net.eval(), evaluate(t, "after")),
+        )  # fmt: skip
+        return losses, t.net.state_dict(), t.run.exit_code
 
     losses, weights, _ = program(tmp_path / "whole")
     for stop in stops:
         if isinstance(stop, int):
-            with pytest.raises(Killed):
-                program(tmp_path / "apart", stop)
+            killed(program, tmp_path / "apart", stop)
         else:
             assert program(tmp_path / "apart", stop, 3)[-1] == 75
-    resumed, as_resumed, code = program(tmp_path / "apart")
+    again, as_resumed, code = program(tmp_path / "apart")
     assert code == 0
-    assert resumed == {number: losses[number] for number in resumed}
+    assert again == {number: losses[number] for number in again}
     assert all(torch.equal(value, as_resumed[name]) for name, value in weights.items())
 
 
@@ -183,30 +158,24 @@ def test_a_resumed_run_has_the_modes_of_its_modules(place, stops, tmp_path):
 def test_the_head_of_a_resumed_epoch_of_a_longer_run_counts_once(head, tmp_path):
     """A rate that follows the end of the run follows the new one. Others were halved twice."""
 
-    def program(epochs, stop=None):
+    def program(epochs, kill=None):
         rates = {}
-        with training.start(flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1", epochs=epochs)) as run:
-            net = nn.Linear(3, 1)
-            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.8))
-            if head == "steps a scheduler":
-                run.register(scheduler=(scheduler := torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)))
-            for epoch in run.epochs(epochs):
-                if head == "steps a scheduler":
-                    scheduler.step()
-                else:
-                    group = optimizer.param_groups[0]
-                    group["lr"] = 0.8 * (1 - epoch / epochs) if "end" in head else group["lr"] * 0.5
-                for step in run.steps(X):
-                    for (x,) in step.batches():
-                        step.backward(model(x).square().mean())
-                    step.update()
-                    rates[step.number] = group["lr"] if head != "steps a scheduler" else scheduler.get_last_lr()[0]
-                    if step.number == stop:
-                        raise Killed
+
+        def at_head(t, epoch):
+            group = t.optimizer.param_groups[0]
+            if "scheduler" in head:
+                t.scheduler.step()
+            else:
+                group["lr"] = 0.8 * (1 - epoch / epochs) if "end" in head else group["lr"] * 0.5
+
+        Trained(
+            *SAVED, out=tmp_path, net=nn.Linear(3, 1), lr=0.8, data=[X], loss=squares, epochs=epochs, kill=kill,
+            registered=lambda t: dict(scheduler=LambdaLR(t.optimizer, lambda n: 0.5**n)) if "scheduler" in head else {},
+            head=at_head, each=lambda t: rates.update({t.step.number: t.rate()}),
+        )  # fmt: skip
         return rates
 
-    with pytest.raises(Killed):
-        program(2, 8)
+    killed(program, 2, 8)
     each = [0.8, 0.6, 0.4, 0.2] if "end" in head else [0.4, 0.2, 0.1, 0.05]
     assert program(4) == pytest.approx({number: each[(number - 1) // 5] for number in range(8, 21)})
 
@@ -214,33 +183,20 @@ def test_the_head_of_a_resumed_epoch_of_a_longer_run_counts_once(head, tmp_path)
 def test_a_scheduler_with_last_epoch_finds_the_initial_rate(tmp_path):
     """KeyError: 'initial_lr'."""
 
-    def program(stop=None):
-        with training.start(flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1", epochs=3)) as run:
-            net = nn.Linear(3, 1)
-            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            epoch = int(run.epochs_done)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch=epoch - 1)
-            run.register(scheduler=scheduler)
-            for _ in run.epochs(3):
-                for step in run.steps(X):
-                    for (x,) in step.batches():
-                        step.backward(model(x).square().mean())
-                    step.update()
-                    if step.number == stop:
-                        raise Killed
-                scheduler.step()
-            return scheduler.get_last_lr()
+    def scheduled(t):
+        return dict(scheduler=LambdaLR(t.optimizer, lambda n: 0.5**n, last_epoch=int(t.run.epochs_done) - 1))
 
-    with pytest.raises(Killed):
-        program(8)
-    assert program() == [0.0125]
+    how = dict(out=tmp_path, net=lambda: nn.Linear(3, 1), data=[X], loss=squares, epochs=3, registered=scheduled)
+    how |= dict(tail=lambda t, _: t.scheduler.step())
+    killed(Trained, *SAVED, **how, kill=8)
+    assert Trained(*SAVED, **how).scheduler.get_last_lr() == [0.0125]
 
 
 def test_a_copy_of_a_running_run_is_not_locked(tmp_path):
     """Its lock named the process that had the original."""
-    (tmp_path / "original").mkdir()
+    for name in ("original", "copy"):
+        (tmp_path / name).mkdir()
     original = Lock(tmp_path / "original", 0.0)
-    (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / ".lock").write_bytes((tmp_path / "original" / ".lock").read_bytes())
     Lock(tmp_path / "copy", 0.0).release()
     with pytest.raises(TimeoutError):

@@ -88,8 +88,7 @@ MISTAKES = {
     "an optimizer that is called with the loss": (
         dict(before="class WithLoss(torch.optim.SGD):\n    def step(self, loss): pass", prepare="net, WithLoss(net.parameters(), lr=0.1)"),
         r"WithLoss.step\(\) takes arguments that step.update\(\) does not give: give them defaults"),
-    "a sparse buffer": (
-        dict(unprepared="net.register_buffer('graph', torch.eye(3).to_sparse())"),
+    "a sparse buffer": (dict(unprepared="net.register_buffer('graph', torch.eye(3).to_sparse())"),
         r"^graph is a sparse tensor, which a checkpoint cannot store: register the buffer with persistent=False"),
     "SAM": (dict(prepare="net, TwoSteps(net.parameters(), lr=0.1)"), r"first_step\(\) and second_step\(\) are not called: let its step"),
     "SparseAdam": (dict(prepare="net, torch.optim.SparseAdam(net.parameters())"), "SparseAdam needs sparse gradients"),
@@ -102,6 +101,7 @@ MISTAKES = {
     "a metric whose name is taken": (dict(metrics='{"loss": "min", "step": "max"}'), "^step is a field of every record: give"),
     "steps without epochs": (dict(prepared="run.steps(X)"), r"run.steps\(\) outside of run.epochs\(\)"),
     "no steps": (dict(in_epoch="continue"), r"epoch 1 had no steps"),
+    "left before the first step": (dict(in_epoch="break"), r"^epoch 1 had no steps"),
     "two lengths of training": (dict(epochs="1, steps=2"), "a number of epochs, or steps"),
     "fewer epochs than none": (dict(epochs="-1"), "at least 0, not -1"),
     "no data": (dict(data=""), "run.steps got nothing"),
@@ -109,8 +109,7 @@ MISTAKES = {
     "batches within batches": (dict(before_loss="next(step.batches())"), r"step.batches\(\) inside step.batches\(\)"),
     "backward before the batches": (dict(at_step="step.backward(model(X).mean())"), r"step.backward\(\) outside of step.batches\(\)"),
     "update before the batches": (dict(at_step="step.update()"), r"step.update\(\) without gradients"),
-    "backward twice": (
-        dict(before="flags.accumulate = 2", in_batches="step.backward(F.mse_loss(model(x), y))"),
+    "backward twice": (dict(before="flags.accumulate = 2", in_batches="step.backward(F.mse_loss(model(x), y))"),
         r"4 backward passes in 2 micro-batches for one optimizer: add the losses up"),
     "a count in one micro-batch": (
         dict(before="flags.accumulate, counts = 2, iter(({}, {'count': 3}))", backward="step.backward(loss, **next(counts))"),
@@ -183,8 +182,7 @@ MISTAKES = {
     "a name that is taken": (dict(in_batches="step.record(samples=1.0)"), "samples is a field of every record"),
     "an evaluation of an empty data set": (
         dict(after="with run.evaluating(DataLoader(TensorDataset(X[:0]), 4)) as mine: [*mine]"),
-        "the test set has no samples",
-    ),
+        "the test set has no samples"),
     "an evaluation that records nothing": (dict(after="with run.evaluating(len(X)): pass"), "recorded nothing: write run.record"),
     "a count in one batch of an evaluation": (
         dict(after="with run.evaluating(2): run.record(a=1.0, count=1); run.record(a=1.0)"),
@@ -230,8 +228,7 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
             "step 1: a model got an output of the loop before"),
     },
     "weighted": {
-        "weights of the classes": (
-            {"1 / RARITY[data.tensors[1]]": "1 / RARITY"},
+        "weights of the classes": ({"1 / RARITY[data.tensors[1]]": "1 / RARITY"},
             "the WeightedRandomSampler has 3 weights for 2000 samples: give it one for each sample"),
         "a sampler of another data set": (
             {"data = clouds(2_000, 1)": "data = clouds(10, 1)",
@@ -248,16 +245,14 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
              "        OneCycleLR(optimizer, 0.2, total_steps=252)\n"
              "        net, optimizer = run.prepare(net, optimizer)"},
             r"create it afterwards, from the optimizer that this returns"),
-        "a schedule stepped once per epoch": (
-            {"                scheduler.step()": "            scheduler.step()"},
+        "a schedule stepped once per epoch": ({"                scheduler.step()": "            scheduler.step()"},
             r"made for the run's steps, and was stepped 0 times in one of them: call scheduler.step\(\) once"),
         "a schedule stepped twice": (
             {"step.backward(loss)": "step.backward(loss)\n                    scheduler.step()"},
             r"was stepped 2 times in one of them: call scheduler.step\(\) once, after step.update\(\)"),
     },
     "buckets": {
-        "sampler instead of batch_sampler": (
-            {"batch_sampler=sampler": "sampler=sampler"},
+        "sampler instead of batch_sampler": ({"batch_sampler=sampler": "sampler=sampler"},
             "Buckets draws something else than indices .* write batch_sampler= for one that draws lists"),
         "a shuffle that cannot be seeded": (
             {"random.shuffle(batches)": "random.SystemRandom().shuffle(batches)"}, "Buckets draws another order each time"),
@@ -287,8 +282,7 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
             {'batch["labels"] >= 0': 'batch["labels"] > 1'}, r"step.backward\(count=...\) was 0 or less over all ranks"),
     },
     "semi": {
-        "a name misspelt": (
-            {'batch["unlabelled"]': 'batch["unlabeled"]'},
+        "a name misspelt": ({'batch["unlabelled"]': 'batch["unlabeled"]'},
             r"step.batches\(\) has labelled, unlabelled, and not unlabeled: use the names given to run.steps\(\)"),
         "two loaders one after the other": (
             {'{"labelled": labelled, "unlabelled": unlabelled}': "labelled, unlabelled"},
@@ -311,11 +305,9 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
     },
 }  # fmt: skip
 REPORTED = {
-    "the average never updated": (
-        "distill", {"averaged.update_parameters(net)": "pass"},
+    "the average never updated": ("distill", {"averaged.update_parameters(net)": "pass"},
         "warning: averaged has averaged nothing: call averaged.update_parameters(model) after step.update()"),
-    "another name recorded": (
-        "distill", {"run.record(agreement=": "run.record(agreed="},
+    "another name recorded": ("distill", {"run.record(agreement=": "run.record(agreed="},
         "warning: metrics: agreement was never recorded: write run.record(agreement=...) in run.evaluating()"),
     "all folds in one directory": (
         "folds", {'flags.output_dir = output_dir and output_dir / f"fold-{fold}"': "pass"},

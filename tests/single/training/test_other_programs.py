@@ -6,28 +6,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, X, Y, fit, flags_for, kill_at
+from tests.single.training.small import Trained, X, Y, killed
 
 
-def trained(directory, make, optimizer_of, *argv, stop_after=None, registered=None, epochs=2, data=(X, Y)):
-    """Train what `make` returns. registered: makes what is registered, from the model and the optimizer."""
+def trained(directory, make, optimizer_of, *argv, **how):
+    """Train what `make` returns. optimizer_of: makes the optimizer, of the model."""
     torch.manual_seed(3)
-    with training.start(
-        flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", *argv, epochs=epochs)
-    ) as run:
-        net = make()
-        model, optimizer = run.prepare(net, optimizer_of(net))
-        run.register(**(registered(net, optimizer) if registered else {}))
-        fit(run, data, lambda step, x, y: F.mse_loss(model(x), y), each=kill_at(stop_after))
+    net = make()
+    how |= dict(net=net, optimizer=lambda _: optimizer_of(net), loss=lambda t, x, y: F.mse_loss(t.model(x), y))
+    Trained("--checkpoint-steps", "1", *argv, out=directory, **how)
     return net
 
 
 def stopped(*arguments, **options):
     """Train three steps, of which two are in the checkpoint."""
-    with pytest.raises(Killed):
-        trained(*arguments, stop_after=3, **options)
+    killed(trained, *arguments, kill=3, **options)
 
 
 class Twins(nn.Module):
@@ -62,29 +56,6 @@ def test_layers_that_are_defined_in_another_order_keep_their_momentum_and_statis
         assert torch.equal(apart.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize(
-    ("optimizer_of", "why"),
-    [
-        (
-            lambda net: torch.optim.Adam([*net.a.parameters(), *net.last.parameters()], lr=0.01),
-            "only in the checkpoint",
-        ),
-        (
-            lambda net: torch.optim.Adam(
-                [{"params": [*net.a.parameters(), *net.b.parameters()]}, {"params": net.last.parameters()}], lr=0.01
-            ),
-            "zip",
-        ),
-    ],
-)
-def test_an_optimizer_of_other_parameters_is_refused(optimizer_of, why, tmp_path):
-    stopped(tmp_path, Twins, adam)
-    with pytest.raises(
-        UserError, match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): make the optimizer"
-    ):
-        trained(tmp_path, Twins, optimizer_of)
-
-
 class Halved(nn.Module):
     def __init__(self, dtype=torch.float32, width=3):
         super().__init__()
@@ -95,64 +66,69 @@ class Quartered(Halved):
     pass
 
 
-OTHER_OBJECTS = {
-    "a module's dtype": (
-        Halved,
-        lambda: Halved(torch.float16),
-        r"keys is torch.float32 in the file, torch.float16 in the",
-    ),
-    "a module's shape": (Halved, lambda: Halved(width=2), r"keys is \(3,\) in the file, \(2,\) in the model"),
-    "a module's class": (Halved, Quartered, r"Halved in the checkpoint, Quartered now"),
-}
+class Table:
+    """Refuses a state of another number of rows."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        if state["rows"] != self.rows:
+            raise IndexError("rows differ")
 
 
-@pytest.mark.parametrize("case", OTHER_OBJECTS)
-def test_a_registered_module_of_another_kind_is_refused(case, tmp_path):
-    first, then, why = OTHER_OBJECTS[case]
-    stopped(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(queue=first()))
-    with pytest.raises(UserError, match=rf"{why}.*: register the same objects as when it was written"):
-        trained(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(queue=then()))
+def groups(net):
+    return torch.optim.Adam(
+        [{"params": [*net.a.parameters(), *net.b.parameters()]}, {"params": net.last.parameters()}], 0.01
+    )
 
 
-def test_a_scheduler_of_another_class_is_refused(tmp_path):
-    stopped(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(rate=StepLR(optimizer, 4)))
-    with pytest.raises(
-        UserError, match=r"^run.register\(rate=...\): StepLR in the checkpoint, CosineAnnealingLR now: reg"
-    ):
-        trained(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(rate=CosineAnnealingLR(optimizer, 4)))
+def adam_of_some(net):
+    return torch.optim.Adam([*net.a.parameters(), *net.last.parameters()], lr=0.01)
 
 
-def test_an_object_whose_state_is_refused_by_its_own_class_is_one_line(tmp_path):
-    class Table:
-        rows = 2
+MATCH, ANEW = r"^the checkpoint does not match the optimizer \(.*{}.*\): make the optimizer", r"{}.*: register the same"
+OTHERS = {  # what is registered first; then, by which optimizer; and what is said
+    "fewer parameters": (None, None, adam_of_some, MATCH.format("only in the checkpoint")),
+    "other groups": (None, None, groups, MATCH.format("zip")),
+    "a module's dtype": (lambda t: Halved(), lambda t: Halved(torch.float16), adam,
+                         ANEW.format("keys is torch.float32 in the file, torch.float16 in the")),
+    "a module's shape": (lambda t: Halved(), lambda t: Halved(width=2), adam,
+                         ANEW.format(r"keys is \(3,\) in the file, \(2,\) in the model")),
+    "a module's class": (lambda t: Halved(), lambda t: Quartered(), adam,
+                         ANEW.format("Halved in the checkpoint, Quartered now")),
+    "a scheduler's class": (lambda t: StepLR(t.optimizer, 4), lambda t: CosineAnnealingLR(t.optimizer, 4), adam,
+                            ANEW.format(r"^run.register\(it=...\): StepLR in the checkpoint, CosineAnnealingLR now")),
+    "an object that refuses it": (lambda t: Table(2), lambda t: Table(3), adam,
+                                  ANEW.format(r"^the checkpoint does not match 'it' \(rows differ\)")),
+    "not registered any more": (lambda t: Table(2), None, adam,
+                                ANEW.format("^the checkpoint has 'it', which is not registered now")),
+}  # fmt: skip
 
-        def state_dict(self):
-            return {"rows": self.rows}
 
-        def load_state_dict(self, state):
-            if state["rows"] != self.rows:
-                raise IndexError("rows differ")
-
-    stopped(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(table=Table()))
-    Table.rows = 3
-    with pytest.raises(UserError, match=r"^the checkpoint does not match 'table' \(rows differ\): register the same"):
-        trained(tmp_path, Twins, adam, registered=lambda net, optimizer: dict(table=Table()))
+@pytest.mark.parametrize("case", OTHERS)
+def test_objects_and_optimizers_of_another_kind_are_refused(case, tmp_path):
+    first, then, optimizer_of, why = OTHERS[case]
+    stopped(tmp_path, Twins, adam, registered=lambda t: dict(it=first(t)) if first else {})
+    with pytest.raises(UserError, match=why):
+        trained(tmp_path, Twins, optimizer_of, registered=lambda t: dict(it=then(t)) if then else {})
 
 
 def stepped(rate):
     return lambda net: torch.optim.SGD(net.parameters(), lr=rate)
 
 
-def stairs(net, optimizer):
-    return dict(rate=StepLR(optimizer, 4, 0.5))
+def stairs(t):
+    return dict(rate=StepLR(t.optimizer, 4, 0.5))
 
 
 OTHER_SETTINGS = {
     "a rate": (stepped(0.2), stairs, "SGD lr: 0.1 in the checkpoint, 0.2 now"),
-    "a scheduler's factor": (
-        stepped(0.1), lambda net, optimizer: dict(rate=StepLR(optimizer, 4, 0.9)),
-        "rate gamma: 0.5 in the checkpoint, 0.9 now",
-    ),
+    "a scheduler's factor": (stepped(0.1), lambda t: dict(rate=StepLR(t.optimizer, 4, 0.9)),
+        "rate gamma: 0.5 in the checkpoint, 0.9 now"),
 }  # fmt: skip
 
 
@@ -178,7 +154,7 @@ def test_a_longer_run_does_not_say_that_the_earlier_schedule_is_kept(tmp_path, c
     """It goes on as if it had been made as it is now from the beginning."""
 
     def cosine(epochs, floor):
-        return lambda net, optimizer: dict(rate=CosineAnnealingLR(optimizer, epochs, floor))
+        return lambda t: dict(rate=CosineAnnealingLR(t.optimizer, epochs, floor))
 
     stopped(tmp_path, Twins, stepped(0.1), registered=cosine(2, 0.01))
     trained(tmp_path, Twins, stepped(0.1), registered=cosine(3, 0.01), epochs=3)
@@ -186,12 +162,6 @@ def test_a_longer_run_does_not_say_that_the_earlier_schedule_is_kept(tmp_path, c
     trained(tmp_path, Twins, stepped(0.1), registered=cosine(4, 0.02), epochs=4)
     why = "rate eta_min: 0.01 in the checkpoint, 0.02 now"
     assert f"other settings than the checkpoint ({why}): those given now are used" in capfd.readouterr().err
-
-
-def test_an_object_that_is_not_registered_any_more_is_refused(tmp_path):
-    stopped(tmp_path, Twins, stepped(0.1), registered=stairs)
-    with pytest.raises(UserError, match=r"^the checkpoint has 'rate', which is not registered now: register the same"):
-        trained(tmp_path, Twins, stepped(0.1))
 
 
 def test_a_data_set_that_has_grown_is_refused_or_said(tmp_path, capsys):
@@ -228,8 +198,7 @@ class Late(nn.Module):
         return self.body(x - self.center.mean(0))
 
 
-def sgd(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1)
+sgd = stepped(0.1)
 
 
 @pytest.mark.parametrize("kind", ["none", "grows", "absent"])
@@ -252,9 +221,9 @@ def test_a_buffer_that_is_not_persistent_is_made_again_by_the_model(kind, tmp_pa
 
 
 def test_a_registered_module_may_grow_too(tmp_path):
-    def queue(net, optimizer):
+    def queue(t):
         module = Late("grows", True)
-        net.register_forward_pre_hook(lambda *_: (module(X), None)[1])
+        t.net.register_forward_pre_hook(lambda *_: (module(X), None)[1])
         return dict(queue=module)
 
     stopped(tmp_path, lambda: nn.Linear(3, 1), sgd, registered=queue)

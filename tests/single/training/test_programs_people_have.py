@@ -1,5 +1,7 @@
 """Programs as people write them: torch's schedulers, compiled models, and a run that is made longer."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +14,13 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.swa_utils import AveragedModel
 
 from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import UserError
 from tests.e2e.launchers import summary
-from tests.single.training.small import N, X, Y, fit, flags_for, network, train
+from tests.single.training.small import N, Trained, X, Y, fit, flags_for, network, train
 
 # ---- schedules
 
@@ -28,12 +31,9 @@ def one_cycle(optimizer, steps):
 
 def scheduled(make, steps, by_steps=None):
     """Train with a scheduler for `steps` steps. Two epochs of five steps."""
-    with training.start(flags_for()) as run:
-        net = network()
-        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        scheduler = make(optimizer, steps)
-        run.register(scheduler=scheduler)
-        train(run, model, steps=by_steps, each=lambda step: scheduler.step())
+    Trained(
+        steps=by_steps, registered=lambda t: dict(scheduler=make(t.optimizer, steps)), each=lambda t: t.scheduler.step()
+    )
 
 
 @pytest.mark.parametrize(("steps", "by_steps"), [(20, None), (11, None), (9, None), (10, 7)])
@@ -48,8 +48,6 @@ HUGGING_FACE = "Hugging Face's"
 
 
 def as_hugging_face(optimizer, steps):
-    from functools import partial
-
     def factor(current_step, *, num_training_steps):
         return max(0.0, 1 - current_step / num_training_steps)
 
@@ -92,18 +90,20 @@ def test_total_steps_are_those_of_all_ranks_and_micro_batches():
 # ---- torch.compile
 
 
+def compiled(out, whole=True, part=False, epochs=2):
+    """Train a model that is compiled as a whole or in part, with an average of it."""
+    torch.manual_seed(3)
+    net = network()
+    if part:
+        net[0] = torch.compile(net[0], backend="eager")
+    ready = torch.compile(net, backend="eager") if whole else net
+    return Trained(out=out, net=ready, epochs=epochs, registered=lambda t: dict(averaged=AveragedModel(ready)))
+
+
 def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
     sums = []
     for name, whole, part in (("plain", False, False), ("whole", True, False), ("part", False, True)):
-        with training.start(flags_for("--output-dir", str(tmp_path / name))) as run:
-            net = network()
-            if part:
-                net[0] = torch.compile(net[0], backend="eager")
-            ready = torch.compile(net, backend="eager") if whole else net
-            model, _ = run.prepare(ready, torch.optim.SGD(net.parameters(), lr=0.1))
-            averaged = torch.optim.swa_utils.AveragedModel(ready)
-            run.register(averaged=averaged)
-            train(run, model)
+        compiled(tmp_path / name, whole, part)
         newest = checkpoint.listed(tmp_path / name / "checkpoints")[0]
         tensors = checkpoint.read(newest)[1]
         assert {key for key in tensors if key.startswith("model")} == {f"model.{n}" for n in network().state_dict()}
@@ -113,45 +113,32 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
 
 
 def test_a_run_may_be_continued_compiled_or_not_also_from_an_older_checkpoint(tmp_path):
-    def program(epochs, compiled):
-        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
-            net = network()
-            ready = torch.compile(net, backend="eager") if compiled else net
-            model, _ = run.prepare(ready, torch.optim.SGD(net.parameters(), lr=0.1))
-            run.register(averaged=torch.optim.swa_utils.AveragedModel(ready))
-            train(run, model)
-            return run.state.epoch
-
-    assert program(1, compiled=True) == 1
+    compiled(tmp_path, epochs=1)
     newest = checkpoint.listed(tmp_path / "checkpoints")[0]
     facts, tensors = checkpoint.read(newest)
     old = {name.replace("model.", "model._orig_mod."): tensor for name, tensor in tensors.items()}
     checkpoint.write(newest, facts, old)
-    assert program(2, compiled=False) == 2
-    assert program(3, compiled=True) == 3
+    assert compiled(tmp_path, False, epochs=2).run.state.epoch == 2
+    assert compiled(tmp_path, epochs=3).run.state.epoch == 3
 
 
 # ---- a longer run
 
 
-def lengthened(directory, *argv, make=None, steps=False, **defaults):
+def lengthened(directory, make=None, steps=False, epochs=2):
     """Train with an optional scheduler for the length given; return the parameters' hash and the rates."""
-    flags = flags_for("--output-dir", str(directory), *argv, **defaults)
     rates = []
-    with training.start(flags) as run:
-        net = network()
-        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-        scheduler = None
-        if make is not None:
-            scheduler = make(optimizer, run.total_steps(X, flags.epochs))
-            run.register(scheduler=scheduler)
 
-        def each(step):
-            rates.append(step.lr)
-            if scheduler is not None:
-                scheduler.step()
+    def registered(t):
+        return dict(scheduler=make(t.optimizer, t.run.total_steps(X, epochs))) if make else {}
 
-        train(run, model, steps=flags.epochs if steps else None, each=each)
+    def each(t):
+        rates.append(t.step.lr)
+        if make:
+            t.scheduler.step()
+
+    Trained(out=directory, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), epochs=epochs,
+            registered=registered, steps=epochs if steps else None, each=each)  # fmt: skip
     told = summary(directory)
     return told["parameters_sha256"], rates, (told["epochs"], told["steps"])
 

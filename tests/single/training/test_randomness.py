@@ -1,20 +1,19 @@
 """Random numbers that a program draws outside of `step.batches`, and its position: as if it had not been stopped."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvdtrain import training
 from hvdtrain.checkpoint.own import IN_STEPS, Saved
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, N, X, Y, flags_for
+from tests.single.training.small import Killed, N, Trained, X, Y, resumed
 
 GENERATORS = {
     "torch": lambda: torch.Generator().manual_seed(4),
@@ -36,56 +35,45 @@ def all_drawn(own) -> list[float]:
     return [torch.rand(()).item(), random.random(), float(np.random.rand()), *map(drawn, own.values())]
 
 
-def program(directory, stop=None, *, epochs=3, data=(X, Y), **more):
-    """Train; return what was drawn at each place, by epoch or step. stop: raises where it is told the place."""
+def program(directory, stop=None, *, epochs=3, data=(X, Y)):
+    """Train; return what was drawn at each place, by epoch or step. stop: the place at which it is killed."""
     seen = {}
 
-    def at(*place):
+    def at(t, *place):
         if stop == place:
             raise Killed
-        seen[place] = all_drawn(own)
+        seen[place] = all_drawn(t.own)
 
-    flags = flags_for("--output-dir", str(directory), "--checkpoint-steps", "1", epochs=epochs)
-    with training.start(flags) as run:
-        net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        own = {name.split("'")[0] + str(number): make() for number, (name, make) in enumerate(GENERATORS.items())}
-        run.register(**own)
-        at("before")
-        for epoch in run.epochs(epochs):
-            at("head", epoch, round(run.epochs_done * N), run.progress)
-            for step in run.steps(*data):
-                at("step", step.number)
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-                at("updated", step.number)
-            at("after the steps", epoch)
-            with run.evaluating(N) as mine:
-                run.record(loss=(model(X[mine]) - Y[mine]).square())
-            at("after the evaluation", epoch)
-        at("end")
+    def registered(t):
+        t.own = {name.split("'")[0] + str(number): make() for number, (name, make) in enumerate(GENERATORS.items())}
+        return t.own
+
+    def tail(t, epoch):
+        at(t, "after the steps", epoch)
+        with t.run.evaluating(N) as mine:
+            t.run.record(loss=(t.model(X[mine]) - Y[mine]).square())
+        at(t, "after the evaluation", epoch)
+
+    Trained(
+        "--checkpoint-steps", "1", out=directory, epochs=epochs, data=data, registered=registered, tail=tail,
+        net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)), before=lambda t: at(t, "before"),
+        head=lambda t, epoch: at(t, "head", epoch, round(t.run.epochs_done * N), t.run.progress),
+        at_step=lambda t: at(t, "step", t.step.number), each=lambda t: at(t, "updated", t.step.number),
+        end=lambda t: at(t, "end"),
+    )  # fmt: skip
     return seen
 
 
 PLACES = [
-    ("step", 4),
-    ("updated", 7),
-    ("step", 6),
-    ("after the evaluation", 0),
-    ("step", 11),
-    ("head", 2, 80, 80 / 120),
-]
+    ("step", 4), ("updated", 7), ("step", 6), ("after the evaluation", 0), ("step", 11), ("head", 2, 80, 80 / 120),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("loader", [False, True])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(place, loader, tmp_path):
     data = (DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True),) if loader else (X, Y)
-    whole = program(tmp_path / "whole", data=data)
-    with pytest.raises(Killed):
-        program(tmp_path / "apart", place, data=data)
-    apart = program(tmp_path / "apart", data=data)
+    whole, apart = resumed(partial(program, data=data), tmp_path, place)
     heads = [which for which in apart if which[0] == "head" and which not in whole]  # the one of the resumed epoch
     for head in heads:  # the numbers are those of the head of the epoch, and the position is that of the steps
         assert 0 < (done := head[2] - 40 * head[1]) <= 40, done
@@ -116,15 +104,7 @@ def test_a_run_stopped_in_its_evaluation_goes_on_after_the_steps(tmp_path, monke
 
 def test_another_object_than_the_generator_is_refused(tmp_path):
     def train(**objects):
-        with training.start(flags_for("--output-dir", str(tmp_path), epochs=1)) as run:
-            net = nn.Linear(3, 1)
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            run.register(**objects)
-            for _ in run.epochs(1):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward(F.mse_loss(model(x), y))
-                    step.update()
+        Trained(out=tmp_path, net=nn.Linear(3, 1), epochs=1, registered=lambda t: objects)
 
     train(rng=np.random.default_rng(1))
     with pytest.raises(

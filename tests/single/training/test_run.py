@@ -4,12 +4,15 @@ import decimal
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import training
@@ -17,29 +20,19 @@ from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.sharding import epoch_order
-from hvdtrain.loop.run import Run
-from hvdtrain.loop.step import Step
 from hvdtrain.output.metric_names import goodness
 from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import N, X, Y, fit, flags_for, network, train
-
-
-def prepared(run):
-    net = network()
-    return run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+from tests.single.training.small import N, Trained, X, Y, flags_for, network, squares
 
 
 def test_accumulation_is_the_large_batch():
     """With an uneven end: 40 samples in steps of 12 are 12, 12, 12, 4."""
     ends = []
     for argv in (("--batch-size", "12"), ("--batch-size", "4", "--accumulate", "3")):
-        with training.start(flags_for(*argv)) as run:
-            net = nn.Linear(3, 1)
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            train(run, model)
-            assert (run.state.step, run.state.samples) == (8, 2 * N)
-            ends.append(net.weight.detach().clone())
+        t = Trained(*argv, net=lambda: nn.Linear(3, 1))
+        assert (t.run.state.step, t.run.state.samples) == (8, 2 * N)
+        ends.append(t.weights())
     torch.testing.assert_close(*ends)
 
 
@@ -62,9 +55,8 @@ class Product(torch.autograd.Function):
 def test_the_backward_pass_is_outside_of_autocast_as_torch_recommends(amp):
     """Also of one that the author's loop is in."""
     Product.types.clear()
-    with training.start(flags_for("--amp", amp)) as run, torch.autocast("cpu", torch.bfloat16):
-        model, _ = prepared(run)
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(Product.apply(model(x).float()), y), epochs=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        Trained("--amp", amp, epochs=1, loss=lambda t, x, y: F.mse_loss(Product.apply(t.model(x).float()), y))
     assert set(Product.types) == {torch.float32}
 
 
@@ -75,7 +67,7 @@ def test_a_mean_over_tokens_is_that_of_all_micro_batches():
     with training.start(flags_for("--batch-size", "2", "--accumulate", "2", "--log-steps", "1", "--seed", "3")) as run:
         net = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(net.weight)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        model, _ = run.prepare(net, SGD(net.parameters(), lr=1.0))
         for _ in run.epochs(1):
             for step in run.steps(tokens, lengths):
                 for some, counts in step.batches():
@@ -88,49 +80,44 @@ def test_a_mean_over_tokens_is_that_of_all_micro_batches():
         assert run.state.train["loss"] == pytest.approx(-(6 + 3 + 5 + 7) / 8)
 
 
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_parameter_without_a_gradient_is_named_unless_that_is_meant(unused):
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
-
-        def forward(self, x):
-            return self.used(x)
-
-    def program():
-        with training.start(flags_for()) as run:
-            net = Half()
-            before = net.spare.weight.clone()
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)  # its decay would move what has a gradient of zero
-            model, _ = run.prepare(net, optimizer, find_unused_parameters=unused)
-            train(run, model)
-            assert torch.equal(net.spare.weight, before)
-
+    net = Half()
+    before = net.spare.weight.clone()
+    # Its decay would move what has a gradient of zero.
+    program = partial(Trained, net=net, optimizer=lambda p: torch.optim.AdamW(p, lr=0.1), find_unused_parameters=unused)
     if unused:
         program()
     else:
         with pytest.raises(UserError, match=r"spare.weight got no gradient in this step: freeze it"):
             program()
+    assert torch.equal(net.spare.weight, before)
 
 
 def test_frozen_and_tied_parameters_train():
-    with training.start(flags_for()) as run:
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
-        net[1].weight = net[0].weight
-        net[2].requires_grad_(False)
-        before = net[2].weight.clone()
-        model, _ = run.prepare(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
-        losses = train(run, model)
-        assert losses[-1] < losses[0]
-        assert net[1].weight is net[0].weight
-        assert torch.equal(net[2].weight, before)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    net[1].weight = net[0].weight
+    net[2].requires_grad_(False)
+    before = net[2].weight.clone()
+    losses = Trained(net=net, optimizer=lambda p: SGD([one for one in p if one.requires_grad], lr=0.1)).losses
+    assert losses[-1] < losses[0]
+    assert net[1].weight is net[0].weight
+    assert torch.equal(net[2].weight, before)
 
 
 def test_the_generators_backward_leaves_the_critic_alone():
     with training.start(flags_for()) as run:
         generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+        optimizers = [SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
         g, c, g_optimizer, c_optimizer = run.prepare(generator, critic, *optimizers)
         for _ in run.epochs(1):
             for step in run.steps(X):
@@ -145,15 +132,16 @@ def test_the_generators_backward_leaves_the_critic_alone():
                 step.update(g_optimizer)
 
 
+# ---- gradients that are not finite
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch(micro_batch):
     x = X[:16].clone()
     x[epoch_order(16, 1, 0)[8 * (micro_batch - 1)]] = float("nan")
-    flags = flags_for("--accumulate", "2", "--find-non-finite", epochs=1)
-    with pytest.raises(Failure) as caught, training.start(flags) as run:
-        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        fit(run, [x, Y[:16]], lambda step, some, targets: F.mse_loss(model(some), targets))
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with pytest.raises(Failure) as caught:
+        Trained("--accumulate", "2", "--find-non-finite", net=net, data=(x, Y[:16]), epochs=1)
     assert "step 1: gradients are not finite: rank 0 on " in str(caught.value)
     assert f"input of 0 (Linear) in micro-batch {micro_batch} of 2" in str(caught.value)
 
@@ -166,28 +154,28 @@ def test_a_gradient_that_is_not_finite_is_found_in_its_micro_batch(micro_batch):
     ],
 )
 def test_a_gradient_that_only_backward_makes_infinite_names_its_parameter(argv, said):
-    with pytest.raises(Failure, match=said), training.start(flags_for(*argv, epochs=1)) as run:
-        net = nn.Linear(3, 1)
-        nn.init.zeros_(net.weight)
-        nn.init.zeros_(net.bias)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        fit(run, [X], lambda step, x: model(x).sqrt().mean())  # finite at zero, where its slope is not
+    net = nn.Linear(3, 1)
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    with pytest.raises(Failure, match=said):  # finite at zero, where its slope is not
+        Trained(*argv, net=net, data=[X], loss=lambda t, x: t.model(x).sqrt().mean(), epochs=1)
+
+
+def spoilt(t, x):
+    """Inputs that are not finite in the second step."""
+    return x * (float("nan") if t.step.number == 2 else 1.0)
 
 
 def test_a_step_left_out_changes_nothing_and_training_goes_on(tmp_path):
-    flags = flags_for("--max-skipped", "1", "--output-dir", str(tmp_path), epochs=1)
-    with training.start(flags) as run:
-        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                bad = step.number == 2
-                before = [tensor.clone() for tensor in net.state_dict().values()]
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x * (float("nan") if bad else 1.0)), y))
-                step.update()
-                same = [torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True)]
-                assert all(same) == bad
+    def state(t):
+        return [tensor.clone() for tensor in t.net.state_dict().values()]
+
+    def each(t):
+        assert all(map(torch.equal, t.kept, state(t))) == (t.step.number == 2)
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    Trained("--max-skipped", "1", out=tmp_path, net=net, epochs=1, at_step=lambda t: setattr(t, "kept", state(t)), each=each,
+            loss=lambda t, x, y: F.mse_loss(t.model(spoilt(t, x)), y))  # fmt: skip
     (error,) = events(tmp_path, "error")
     assert "step 2: gradients are not finite" in error["message"]
     assert error["message"].endswith(": step skipped") or error["kind"] == "non-finite"
@@ -207,30 +195,42 @@ class Growing(nn.Module):
 
 
 def test_a_step_left_out_takes_back_a_buffer_that_was_replaced():
-    with training.start(flags_for("--max-skipped", "1", epochs=1)) as run:
-        net = Growing()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        fit(run, [X], lambda step, x: model(x * (float("nan") if step.number == 2 else 1.0)).square().mean())
-    assert len(net.seen) == N - 8
-    assert net.seen.isfinite().all()
+    t = Trained("--max-skipped", "1", net=Growing, data=[X], loss=lambda t, x: squares(t, spoilt(t, x)), epochs=1)
+    assert len(t.net.seen) == N - 8
+    assert t.net.seen.isfinite().all()
 
 
-def regression(directory, epochs):
-    """A program without accuracy, of which each step is saved."""
-    argv = ("--checkpoint-steps", "1", "--keep", "2", "--tensorboard", "--output-dir", str(directory))
-    with training.start(flags_for(*argv, epochs=epochs), metrics={"error": "min"}) as run:
-        model, _ = prepared(run)
-        for _ in run.epochs(epochs):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update(clip_norm=1.0)
-            with run.evaluating(N) as mine:
-                run.record(error=F.mse_loss(model(X[mine]), Y[mine], reduction="none"))
-            run.record(root=math.sqrt(run.evaluation["error"]))
+def test_with_fp16_a_program_sees_the_gradients_that_it_sees_without():
+    """Also in two updates of one step, as SAM makes them, and where it clips an overflow away."""
+
+    def train(amp, spoil):
+        seen = []
+        with training.start(flags_for("--amp", amp)) as run:
+            torch.manual_seed(1)
+            net = nn.Linear(3, 1)
+            model, _ = run.prepare(net, SGD(net.parameters(), lr=0.1))
+            for _ in run.epochs(1):
+                for step in run.steps(X, Y):
+                    for _ in range(2):
+                        for x, y in step.batches():
+                            weight = 1e38 if spoil == step.number else 0.01
+                            step.backward(F.mse_loss(model(x).float(), y) * weight)
+                        seen.append(net.weight.grad.norm().item())
+                        torch.nn.utils.clip_grad_value_(net.parameters(), 5e-4)
+                        step.update()
+        return seen, net.weight.detach()
+
+    for ours, plain in zip(train("fp16", None), train("off", None), strict=True):
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(plain), rtol=0.01, atol=1e-3)
+    norms, weight = train("fp16", 2)
+    assert not math.isfinite(norms[2])
+    assert weight.isfinite().all()
 
 
-class Nested(torch.optim.SGD):
+# ---- what is saved and restored
+
+
+class Nested(SGD):
     """Keeps lists of tensors, as SOAP and Shampoo do."""
 
     def step(self, closure=None):
@@ -240,31 +240,28 @@ class Nested(torch.optim.SGD):
             parameter.data.sub_(mean.lerp_(parameter.data, 0.5), alpha=0.01)
 
 
-class Odd(torch.optim.SGD):
+class Odd(SGD):
     def step(self, closure=None):
         super().step(closure)
         self.state[self.param_groups[0]["params"][0]]["seen"] = object()
 
 
 STATES = {
-    "statistics in float64": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
-        lambda p: torch.optim.SGD(p, lr=0.1),
-    ),
+    "statistics in float64": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
+        lambda p: SGD(p, lr=0.1)),
     "lists in an optimizer's state": (network, lambda p: Nested(p, lr=0.1, momentum=0.9)),
-    "a learning rate that is a tensor": (network, lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01))),
-}
+    "a learning rate that is a tensor": (network, lambda p: Adam(p, lr=torch.tensor(0.01))),
+}  # fmt: skip
 
 
 def kept(directory, make, optimizer_of, epochs):
     """Train `make()` and return its state."""
-    with training.start(flags_for("--output-dir", str(directory), epochs=epochs)) as run:
-        torch.manual_seed(5)
-        net = make()
-        model, _ = run.prepare(net, optimizer_of(net.parameters()))
-        kind = next(net.parameters()).dtype
-        fit(run, [X.to(kind), Y.to(kind)], lambda step, x, y: F.mse_loss(model(x), y))
-    return net.state_dict()
+
+    def data(t):
+        kind = next(t.net.parameters()).dtype
+        return X.to(kind), Y.to(kind)
+
+    return Trained(out=directory, net=make, optimizer=optimizer_of, data=data, epochs=epochs, seed=5).net.state_dict()
 
 
 @pytest.mark.parametrize("case", STATES)
@@ -275,34 +272,15 @@ def test_all_of_a_state_goes_on_with_the_run(case, tmp_path):
     assert all(torch.equal(whole[name], apart[name]) for name in whole)
 
 
-def test_a_rate_is_a_tensor_or_a_number_as_in_this_run(tmp_path):
+def test_a_rate_is_a_tensor_or_a_number_and_foreach_is_taken_as_in_this_run(tmp_path):
     rates = []
-    for epochs, rate in enumerate((0.01, torch.tensor(0.5), 0.5), 1):
-        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
-            net = network()
-            model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=rate))
-            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
-            rates.append(optimizer.param_groups[0]["lr"])
+    for epochs, (rate, foreach) in enumerate(((0.01, True), (torch.tensor(0.5), False), (0.5, None)), 1):
+        t = Trained(out=tmp_path, optimizer=partial(Adam, lr=rate, foreach=foreach), epochs=epochs)
+        assert t.optimizer.param_groups[0]["foreach"] is foreach
+        rates.append(t.optimizer.param_groups[0]["lr"])
+    assert t.run.state.epoch == 3
     assert [type(rate) for rate in rates] == [float, torch.Tensor, float]
     assert [float(rate) for rate in rates] == pytest.approx([0.01] * 3)
-
-
-def test_how_to_compute_is_the_choice_of_this_run(tmp_path):
-    for epochs, foreach in enumerate((True, False), 1):
-        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
-            net = network()
-            model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01, foreach=foreach))
-            assert optimizer.param_groups[0]["foreach"] is foreach
-            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
-    assert run.state.epoch == 2
-
-
-Adam = torch.optim.Adam
-OTHERS = {
-    "another one": (Adam, lambda p: torch.optim.SGD(p, lr=0.1), "Adam in the checkpoint, SGD now"),
-    "a setting of another form": (Adam, lambda p: type("Adam", (Alone,), {})(p), "betas is .0.9, 0.999."),
-    "fewer groups": (lambda p: Adam([{"params": [one]} for one in p]), Adam, "zip"),
-}
 
 
 class Alone(torch.optim.Optimizer):
@@ -315,22 +293,23 @@ class Alone(torch.optim.Optimizer):
         raise AssertionError("it is refused before")
 
 
+DIFFERS = r"^the checkpoint does not match the optimizer \(.*{}.*\): make the optimizer as the run did"
+OTHERS = {  # the optimizer of the first run, that of the next, and what is said
+    "another one": (Adam, lambda p: SGD(p, lr=0.1), DIFFERS.format("Adam in the checkpoint, SGD now")),
+    "a setting of another form": (Adam, lambda p: type("Adam", (Alone,), {})(p), DIFFERS.format("betas is .0.9, 0.999.")),
+    "fewer groups": (lambda p: Adam([{"params": [one]} for one in p]), Adam, DIFFERS.format("zip")),
+    "an unsavable state, at the first checkpoint": (
+        lambda p: Odd(p, lr=0.1), None, r"^the state of Odd holds a object at \[.*, which a checkpoint cannot store"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(case, tmp_path):
     first, then, why = OTHERS[case]
-    kept(tmp_path, network, first, 1)
-    with pytest.raises(
-        UserError,
-        match=rf"^the checkpoint does not match the optimizer \(.*{why}.*\): make the optimizer as the run did",
-    ):
-        kept(tmp_path, network, then, 2)
-
-
-def test_an_optimizer_whose_state_cannot_be_saved_is_told_at_the_first_checkpoint(tmp_path):
-    with pytest.raises(
-        UserError, match=r"^the state of Odd holds a object at \[.*, which a checkpoint cannot store: keep to"
-    ):
-        kept(tmp_path, network, lambda p: Odd(p, lr=0.1), 1)
+    if then:
+        kept(tmp_path, network, first, 1)
+    with pytest.raises(UserError, match=why):
+        kept(tmp_path, network, then or first, 2)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -340,11 +319,8 @@ def test_a_tensor_that_cannot_be_saved_is_told_at_the_start(kind, tmp_path):
     net = network()
     net.register_buffer("wave", torch.empty(2, dtype=getattr(torch, kind)))
     how = "use complex64" if "complex" in kind else "register the buffer with persistent=False"
-    with (
-        pytest.raises(UserError, match=f"^wave is {kind}, which a checkpoint cannot store: {how}"),
-        training.start(flags_for("--output-dir", str(tmp_path))) as run,
-    ):
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(UserError, match=f"^wave is {kind}, which a checkpoint cannot store: {how}"):
+        Trained(out=tmp_path, net=net)
 
 
 def test_two_optimizers_of_one_loop_have_the_counts_of_their_own_losses():
@@ -353,26 +329,23 @@ def test_two_optimizers_of_one_loop_have_the_counts_of_their_own_losses():
     for together in (True, False):
         torch.manual_seed(0)
         nets = nn.Linear(3, 1), nn.Linear(3, 1)
+        optimizers = [SGD(net.parameters(), lr=0.1) for net in nets]
         if not together:
-            optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
             for i in epoch_order(N, 1, 0).split(8):
-                for net, optimizer, kept in zip(nets, optimizers, (X[i, 0] > 0, X[i, 1] > -1), strict=True):
+                for net, optimizer, some in zip(nets, optimizers, (X[i, 0] > 0, X[i, 1] > -1), strict=True):
                     optimizer.zero_grad()
-                    (net(X[i]) - Y[i])[kept].square().mean().backward()
+                    (net(X[i]) - Y[i])[some].square().mean().backward()
                     optimizer.step()
         else:
             with training.start(flags_for("--batch-size", "4", "--accumulate", "2", epochs=1)) as run:
-                first, second, *optimizers = run.prepare(
-                    *nets, *(torch.optim.SGD(n.parameters(), lr=0.1) for n in nets)
-                )
+                first, second, *prepared = run.prepare(*nets, *optimizers)
                 for _ in run.epochs(1):
                     for step in run.steps(X, Y):
                         for x, y in step.batches():
-                            for net, one, kept in zip(
-                                (first, second), optimizers, (x[:, 0] > 0, x[:, 1] > -1), strict=True
-                            ):
-                                errors = (net(x) - y)[kept].square()
-                                step.backward(errors.sum() / kept.sum().clamp(min=1), one, count=kept.sum())
+                            masks = x[:, 0] > 0, x[:, 1] > -1
+                            for net, one, some in zip((first, second), prepared, masks, strict=True):
+                                errors = (net(x) - y)[some].square()
+                                step.backward(errors.sum() / some.sum().clamp(min=1), one, count=some.sum())
                         step.update()
         ends.append([net.weight.detach().clone() for net in nets])
     torch.testing.assert_close(*ends)
@@ -382,42 +355,45 @@ def test_two_optimizers_of_one_loop_have_the_counts_of_their_own_losses():
 def test_a_schedule_made_of_the_rate_that_the_optimizer_has_goes_on(scheduled, tmp_path):
     """The program reads the rate after run.prepare, which had restored one that has decayed."""
 
-    def trained(directory, epochs):
-        with training.start(flags_for("--output-dir", str(tmp_path / directory), epochs=epochs)) as run:
-            torch.manual_seed(5)
-            net = network()
-            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-            base = optimizer.param_groups[0]["lr"]
-            assert base == 0.1
-            averaged = torch.optim.swa_utils.AveragedModel(net)
-            run.register(averaged=averaged)
-            base = optimizer.param_groups[0]["lr"]
+    def program(directory, epochs):
+        rates = []
+
+        def registered(t):
+            assert t.rate() == 0.1
+            return dict(averaged=torch.optim.swa_utils.AveragedModel(t.net))
+
+        def before(t):
+            base = t.base = t.rate()
             if scheduled:
-                scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: max(0.01, base - 0.008 * s) / base)
-                run.register(scheduler=scheduler)
+                t.scheduler = LambdaLR(t.optimizer, lambda s: max(0.01, base - 0.008 * s) / base)
+                t.run.register(scheduler=t.scheduler)
 
-            def each(step):
-                if scheduled:
-                    scheduler.step()
-                else:
-                    optimizer.param_groups[0]["lr"] -= base / 20
-                rates.append(optimizer.param_groups[0]["lr"])
+        def each(t):
+            if scheduled:
+                t.scheduler.step()
+            else:
+                t.optimizer.param_groups[0]["lr"] -= t.base / 20
+            rates.append(t.rate())
 
-            fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y), epochs=epochs, each=each)
-        return net.state_dict()
+        t = Trained(out=tmp_path / directory, optimizer=partial(SGD, lr=0.1, momentum=0.9), epochs=epochs, seed=5,
+                    registered=registered, before=before, each=each)  # fmt: skip
+        return t.weights(), rates
 
-    rates = []
-    whole, whole_rates = trained("whole", 2), list(rates)
-    rates.clear()
-    trained("apart", 1)
-    apart = trained("apart", 2)
-    assert rates == whole_rates
-    assert all(torch.equal(whole[name], apart[name]) for name in whole)
+    (whole, expected), (_, first), (apart, rest) = program("whole", 2), program("apart", 1), program("apart", 2)
+    assert first + rest == expected
+    assert torch.equal(whole, apart)
 
 
 def test_metrics_are_the_scripts_own(tmp_path, capsys):
     """No word of accuracy: in the record, the report, TensorBoard, the best checkpoint, and on the screen."""
-    regression(tmp_path, epochs=3)
+
+    def evaluate(t, epoch):
+        with t.run.evaluating(N) as mine:
+            t.run.record(error=F.mse_loss(t.model(X[mine]), Y[mine], reduction="none"))
+        t.run.record(root=math.sqrt(t.run.evaluation["error"]))
+
+    Trained("--checkpoint-steps", "1", "--keep", "2", "--tensorboard", out=tmp_path, epochs=3, metrics={"error": "min"},
+            clip_norm=1.0, tail=evaluate)  # fmt: skip
     evaluations = events(tmp_path, "evaluate")
     assert [set(line) >= {"error", "root", "count"} for line in evaluations] == [True] * 3
     assert "accuracy" not in (tmp_path / "metrics.jsonl").read_text()
@@ -427,50 +403,83 @@ def test_metrics_are_the_scripts_own(tmp_path, capsys):
     assert run.name
     best = min(evaluations, key=lambda line: line["error"])
     facts = {path: checkpoint.read_facts(path) for path in (tmp_path / "checkpoints").glob("step-*.safetensors")}
-    kept = max(facts.values(), key=goodness)
-    assert kept["best"] == {"metric": "error", "direction": "min", "value": best["error"]}
+    assert max(facts.values(), key=goodness)["best"] == {"metric": "error", "direction": "min", "value": best["error"]}
+
+
+# ---- how long, and how it ends
 
 
 def test_training_by_steps_ends_in_the_middle_of_an_epoch(tmp_path):
-    with training.start(flags_for("--output-dir", str(tmp_path))) as run:
-        model, _ = prepared(run)
-        seen = []
-        train(run, model, steps=7, each=lambda step: seen.append((step.number, round(run.progress * 7))))
+    seen = []
+    Trained(out=tmp_path, steps=7, each=lambda t: seen.append((t.step.number, round(t.run.progress * 7))))
     assert seen == [(number, number - 1) for number in range(1, 8)]
     assert summary(tmp_path)["steps"] == 7
 
 
 def test_a_goal_that_is_reached_ends_training_and_one_that_is_not_gives_three(tmp_path):
+    def evaluate(t, epoch):
+        with t.run.evaluating(N) as mine:
+            t.run.record(loss=F.mse_loss(t.model(X[mine]), Y[mine], reduction="sum"))
+
     for goal, code, epochs in ((1e9, 0, 1), (0.0, 3, 2)):
-        with training.start(flags_for()) as run:
-            model, _ = prepared(run)
-            for _ in run.epochs(2, stop_at={"loss": goal}):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward(F.mse_loss(model(x), y))
-                    step.update()
-                with run.evaluating(N) as mine:
-                    run.record(loss=F.mse_loss(model(X[mine]), Y[mine], reduction="sum"))
+        run = Trained(stop_at={"loss": goal}, tail=evaluate).run
         assert (run.exit_code, run.state.epoch) == (code, epochs)
 
 
-def test_modes_and_random_numbers_of_training_survive_an_evaluation():
-    with training.start(flags_for(epochs=1)) as run:
-        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        net[1].eval()  # as a script that freezes statistics has it
-        for _ in run.epochs(1):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-            with run.evaluating(DataLoader(TensorDataset(X, Y), 16)) as batches:
-                assert not net.training
-                for x, y in batches:
-                    run.record(loss=(model(x) - y).square())
-            assert net.training
-            assert not net[1].training
-        assert run.evaluation["count"] == N
+@pytest.mark.parametrize("stopped", [None, 3, 4])
+def test_an_epoch_that_the_program_ends_is_ended_also_after_a_resume(stopped, tmp_path):
+    """Three of the five steps of each epoch are taken."""
+
+    def program(stops: int | None) -> int:
+        def each(t):
+            if t.step.number % 3 == 0:
+                t.run.end_epoch()
+                assert t.step.last
+            if t.step.number == stops:
+                t.run.stop()
+
+        def end(t):
+            assert (t.run.state.epoch, t.run.state.step, t.run.state.samples) == (2, 6, 48)
+
+        return Trained(out=tmp_path, each=each, end=end).run.exit_code
+
+    if stopped is not None:
+        assert program(stopped) == 75
+    assert program(None) == 0
+    whole = summary(tmp_path)
+    assert (whole["epochs"], whole["steps"], whole["samples"]) == (2, 6, 48)
+
+
+def test_the_best_weights_are_loaded_after_training(tmp_path):
+    values, weights = [3.0, 1.0, 2.0, 4.0], []
+
+    def tail(t, epoch):
+        weights.append(t.net[0].weight.detach().clone())
+        with t.run.evaluating(N):
+            t.run.record(loss=torch.full((N,), values[epoch]))
+        with pytest.raises(UserError, match=r"^run.load_best\(\) in the loop over run.epochs, which trains on"):
+            t.run.load_best()
+
+    def end(t):
+        best = t.run.load_best()
+        assert (best.epoch, best.value) == (1, 1.0)
+        assert torch.equal(t.net[0].weight, weights[1])
+        assert not torch.equal(t.net[0].weight, weights[3])
+
+    Trained("--keep", "1", out=tmp_path, epochs=4, metrics={"loss": "min"}, tail=tail, end=end)
+    assert len(weights) == 4
+
+
+def test_another_thread_is_told_where_to_start():
+    """Signals arrive in the main thread only."""
+
+    def start() -> str:
+        with pytest.raises(UserError) as caught, training.start(flags_for()):
+            pass
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        assert "in another thread than the main one" in pool.submit(start).result()
 
 
 def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
@@ -485,11 +494,38 @@ def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
         assert [path.name for path in tmp_path.iterdir()] == [living.name]
 
 
+# ---- evaluations
+
+
+def test_modes_and_random_numbers_of_training_survive_an_evaluation():
+    def tail(t, epoch):
+        with t.run.evaluating(DataLoader(TensorDataset(X, Y), 16)) as batches:
+            assert not t.net.training
+            for x, y in batches:
+                t.run.record(loss=(t.model(x) - y).square())
+        assert t.net.training
+        assert not t.net[1].training
+
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    # As a script that freezes statistics has it.
+    assert Trained(net=net, epochs=1, before=lambda t: net[1].eval(), tail=tail).run.evaluation["count"] == N
+
+
+@pytest.fixture
+def run():
+    """A run that has begun, with a model and an optimizer."""
+    with training.start(flags_for()) as run:
+        net = network()
+        run.prepare(net, SGD(net.parameters(), lr=0.1))
+        yield run
+
+
 def test_tensors_and_paths_in_the_summary_are_numbers_and_text(tmp_path):
-    with training.start(flags_for("--output-dir", str(tmp_path))) as run:
-        prepared(run)
-        run.event("seen", rates=torch.tensor([0.5, 2.0]))
-        run.summary(best=torch.tensor(0.5), where=tmp_path)
+    def end(t):
+        t.run.event("seen", rates=torch.tensor([0.5, 2.0]))
+        t.run.summary(best=torch.tensor(0.5), where=tmp_path)
+
+    Trained(out=tmp_path, epochs=1, end=end)
     assert events(tmp_path, "seen")[0]["rates"] == [0.5, 2.0]
     assert (summary(tmp_path)["best"], summary(tmp_path)["where"]) == (0.5, str(tmp_path))
 
@@ -513,149 +549,37 @@ class Adapted(nn.Linear):
 
 
 def test_a_module_whose_train_does_work_is_trained_on_after_an_evaluation():
-    with training.start(flags_for()) as run:
-        net = nn.Sequential(Adapted(), nn.BatchNorm1d(1).eval())
-        model, _ = run.prepare(net, torch.optim.SGD([net[0].adapter], lr=0.1))
-        adapters = [net[0].adapter.tolist()]
-        for _ in run.epochs(2):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward((model(x).squeeze(1) - y).square().mean())
-                step.update()
-            adapters.append(net[0].adapter.tolist())
-            with run.evaluating(N):
-                assert net[0].merged
-                run.record(loss=torch.zeros(N))
-            assert not net[0].merged
-            assert [module.training for module in net.modules()] == [True, True, False]
+    adapters = [[[0.0] * 3]]
+
+    def tail(t, epoch):
+        adapters.append(t.net[0].adapter.tolist())
+        with t.run.evaluating(N):
+            assert t.net[0].merged
+            t.run.record(loss=torch.zeros(N))
+        assert not t.net[0].merged
+        assert [module.training for module in t.net.modules()] == [True, True, False]
+
+    Trained(net=lambda: nn.Sequential(Adapted(), nn.BatchNorm1d(1).eval()), tail=tail, lr=0.1)
     assert adapters[0] != adapters[1] != adapters[2]
 
 
-def test_each_value_of_an_evaluation_is_divided_by_its_own_count():
-    with training.start(flags_for()) as run:
-        prepared(run)
-        with run.evaluating(N):
-            run.record(loss=30.0, count=10)
-            run.record(hits=torch.ones(N))
-            run.record(right=5.0, count=10)
-        assert run.evaluation == {"loss": 3.0, "hits": 1.0, "right": 0.5, "count": 10}
+def test_each_value_of_an_evaluation_is_divided_by_its_own_count(run):
+    with run.evaluating(N):
+        run.record(loss=30.0, count=10)
+        run.record(hits=torch.ones(N))
+        run.record(right=5.0, count=10)
+    assert run.evaluation == {"loss": 3.0, "hits": 1.0, "right": 0.5, "count": 10}
+    run.record(worth=decimal.Decimal("0.1"))
+    assert run.evaluation["worth"] == 0.1
 
 
-@pytest.mark.parametrize("stopped", [None, 3, 4])
-def test_an_epoch_that_the_program_ends_is_ended_also_after_a_resume(stopped, tmp_path):
-    """Three of the five steps of each epoch are taken."""
-
-    def program(stops: int | None, epochs: int = 2) -> Run:
-        flags = flags_for("--output-dir", str(tmp_path), epochs=epochs)
-        with training.start(flags) as run:
-            net = network()
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-            def each(step: Step) -> None:
-                if step.number % 3 == 0:
-                    run.end_epoch()
-                    assert step.last
-                if step.number == stops:
-                    run.stop()
-
-            train(run, model, each=each)
-            assert (run.state.epoch, run.state.step, run.state.samples) == (epochs, 3 * epochs, 24 * epochs)
-        return run
-
-    if stopped is not None:
-        assert program(stopped).exit_code == 75
-    assert program(None).exit_code == 0
-    whole = summary(tmp_path)
-    assert (whole["epochs"], whole["steps"], whole["samples"]) == (2, 6, 48)
-
-
-def test_the_best_weights_are_loaded_after_training(tmp_path):
-    with training.start(
-        flags_for("--output-dir", str(tmp_path), "--keep", "1", epochs=4), metrics={"loss": "min"}
-    ) as run:
-        net = network()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        weights = []
-        for epoch in run.epochs(4):
-            with pytest.raises(UserError, match=r"^run.load_best\(\) in the loop over run.epochs, which trains on"):
-                run.load_best()
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-            weights.append(net[0].weight.detach().clone())
-            with run.evaluating(N):
-                run.record(loss=torch.full((N,), [3.0, 1.0, 2.0, 4.0][epoch]))
-            if epoch == 2:
-                break
-        best = run.load_best()
-        assert (best.epoch, best.value) == (1, 1.0)
-        assert torch.equal(net[0].weight, weights[1])
-        assert not torch.equal(net[0].weight, weights[2])
-
-
-def test_several_values_of_a_sample_count_as_their_mean():
-    """Pixels, tokens, labels: the mean over all values of the samples, and not their sum."""
-    pixels = torch.rand(N, 4, 4, generator=torch.Generator().manual_seed(3))
-    with training.start(flags_for()) as run:
-        prepared(run)
-        for data in (N, torch.utils.data.DataLoader(pixels, 7)):
-            with run.evaluating(data) as mine:
-                for rows in [pixels[mine]] if isinstance(mine, slice) else mine:
-                    run.record(bright=rows > 0.5, light=rows)
-            expected = {"bright": (pixels > 0.5).double().mean().item(), "light": pixels.mean().item(), "count": N}
-            assert run.evaluation == pytest.approx(expected)
-        run.record(worth=decimal.Decimal("0.1"))
-        assert run.evaluation["worth"] == 0.1
-
-
-def test_with_fp16_a_program_sees_the_gradients_that_it_sees_without():
-    """Also in two updates of one step, as SAM makes them, and where it clips an overflow away."""
-
-    def train(amp, spoil):
-        seen = []
-        with training.start(flags_for("--amp", amp)) as run:
-            torch.manual_seed(1)
-            net = nn.Linear(3, 1)
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            for _ in run.epochs(1):
-                for step in run.steps(X, Y):
-                    for _ in range(2):
-                        for x, y in step.batches():
-                            weight = 1e38 if spoil == step.number else 0.01
-                            step.backward(F.mse_loss(model(x).float(), y) * weight)
-                        seen.append(net.weight.grad.norm().item())
-                        torch.nn.utils.clip_grad_value_(net.parameters(), 5e-4)
-                        step.update()
-        return seen, net.weight.detach()
-
-    for ours, plain in zip(train("fp16", None), train("off", None), strict=True):
-        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(plain), rtol=0.01, atol=1e-3)
-    norms, weight = train("fp16", 2)
-    assert not math.isfinite(norms[2])
-    assert weight.isfinite().all()
-
-
-def test_another_thread_is_told_where_to_start():
-    """Signals arrive in the main thread only."""
-
-    def start() -> str:
-        with pytest.raises(UserError) as caught, training.start(flags_for()):
-            pass
-        return str(caught.value)
-
-    with ThreadPoolExecutor() as pool:
-        assert "in another thread than the main one" in pool.submit(start).result()
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2), (1, 1)])
-def test_values_of_a_sample_count_as_their_mean(shape):
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2), (1, 1), (4, 4)])
+def test_values_of_a_sample_count_as_their_mean(shape, run):
     """Pixels or tokens, [b, h, w]: the sum over all of them was divided by the number of samples alone."""
     values = torch.rand(N, *shape, generator=torch.Generator().manual_seed(1))
-    with training.start(flags_for()) as run:
-        net = network()
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        with run.evaluating(N) as mine:
-            for some in values[mine].split(7):
-                run.record(loss=some)
-    assert run.evaluation["loss"] == pytest.approx(values.mean().item())
+    for data in (N, DataLoader(values, 7)):
+        with run.evaluating(data) as mine:
+            for some in values[mine].split(7) if isinstance(mine, slice) else mine:
+                run.record(light=some, bright=some > 0.5)
+        expected = {"light": values.mean().item(), "bright": (values > 0.5).double().mean().item(), "count": N}
+        assert run.evaluation == pytest.approx(expected)

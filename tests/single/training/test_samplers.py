@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -20,7 +19,6 @@ from torch.utils.data import (
 )
 from torch.utils.data import WeightedRandomSampler as Weighted
 
-from hvdtrain import training
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.inputs.plan import Plan, batches_after, steps_of_batches
 from hvdtrain.inputs.samplers import Drawn
@@ -95,6 +93,10 @@ BATCHES = {
 }
 
 
+def fitted(loader, *argv, epochs=3, **how):
+    return small.Trained(*argv, net=nn.Linear(1, 1), lr=1e-6, data=[loader], epochs=epochs, batch_size=4, **how)
+
+
 def serial() -> SerialEngine:
     return SerialEngine(tuning=False, rank=0, size=1, launcher="none")
 
@@ -113,7 +115,7 @@ def test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before(ki
 
 def test_a_list_is_a_batch_sampler_too():
     loader = DataLoader(DATA, batch_sampler=[[3, 1], [2], [0, 5, 4]])
-    assert train(flags_for(), loader) == {epoch: [3, 1, 2, 0, 5, 4] for epoch in range(3)}
+    assert train(loader) == {epoch: [3, 1, 2, 0, 5, 4] for epoch in range(3)}
 
 
 class Augmented(Dataset):
@@ -131,16 +133,13 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew(in_batches):
     def augmented(indices):
         options = dict(batch_sampler=[indices]) if in_batches else dict(batch_size=4, sampler=indices)
         seen = []
-        with training.start(flags_for(epochs=1)) as run:
-            net = nn.Linear(1, 1)
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
 
-            def loss_of(step, x, y):
-                assert step.batch.indices.tolist() == x[:, 0].tolist()
-                seen.extend(zip(x[:, 0].int().tolist(), y[:, 0].tolist(), strict=True))
-                return F.mse_loss(model(x), y)
+        def loss(t, x, y):
+            assert t.step.batch.indices.tolist() == x[:, 0].tolist()
+            seen.extend(zip(x[:, 0].int().tolist(), y[:, 0].tolist(), strict=True))
+            return small.mse(t, x, y)
 
-            small.fit(run, [DataLoader(Augmented(), **options)], loss_of)
+        fitted(DataLoader(Augmented(), **options), loss=loss, epochs=1)
         assert [index for index, _ in seen] == [index % 4 for index in indices]
         return seen
 
@@ -161,14 +160,7 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew(in_batches):
     ],
 )
 def test_a_generator_of_torch_whose_seed_has_no_effect_is_told_once(options, told, capsys):
-    with training.start(flags_for(epochs=2)) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-        for _ in run.epochs(2):
-            for step in run.steps(DataLoader(DATA, 4, **options)):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
+    fitted(DataLoader(DATA, 4, **options), epochs=2)
     assert capsys.readouterr().out.count("a generator= of its own") == int(told)
 
 
@@ -182,25 +174,18 @@ def test_drawing_leaves_the_generators_alone():
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-def train(flags, loader, each=lambda step: None):
+def train(loader, *argv, **how):
     """Return, by epoch, what the model saw: the index of each sample."""
     seen = {}
-    with training.start(flags) as run:
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
 
-        def loss_of(step, x, y):
-            assert step.batch.count == len(x)
-            assert step.batch.indices.tolist() == x[:, 0].tolist()
-            seen.setdefault(run.state.epoch, []).extend(x[:, 0].int().tolist())
-            return F.mse_loss(model(x), y)
+    def loss(t, x, y):
+        assert t.step.batch.count == len(x)
+        assert t.step.batch.indices.tolist() == x[:, 0].tolist()
+        seen.setdefault(t.run.state.epoch, []).extend(x[:, 0].int().tolist())
+        return small.mse(t, x, y)
 
-        small.fit(run, [loader], loss_of, each=each)
+    fitted(loader, *argv, loss=loss, **how)
     return seen
-
-
-def flags_for(*argv, epochs=3):
-    return small.flags_for(*argv, epochs=epochs, batch_size=4)
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *BATCHES])
@@ -210,13 +195,12 @@ def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
         return DataLoader(DATA, batch_sampler=sampler) if kind in BATCHES else DataLoader(DATA, 4, sampler=sampler)
 
     expected = Drawn(serial(), (PLAIN | BATCHES)[kind](), 1, N, in_batches=kind in BATCHES)
-    whole = train(flags_for(), loader())
+    whole = train(loader())
     assert whole == {epoch: expected.order(1, epoch).tolist() for epoch in range(3)}
 
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(small.Killed):
-        train(flags, loader(), small.kill_at(9))
-    rest = train(flags, loader())
+    saved = ("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
+    small.killed(train, loader(), *saved, kill=9)
+    rest = train(loader(), *saved)
     used = sum((len(samples) for samples in rest.values()), 0)
     assert list(itertools.chain(*rest.values())) == list(itertools.chain(*whole.values()))[-used:]
     assert 0 < used < 3 * expected.samples
@@ -234,12 +218,8 @@ def test_a_resumed_run_counts_the_steps_as_it_did_at_its_beginning(tmp_path):
     told = []
     for epochs in (1, 3):
         loader = DataLoader(DATA, batch_sampler=Fewer())
-        with training.start(flags_for("--output-dir", str(tmp_path), epochs=epochs)) as run:
-            net = nn.Linear(1, 1)
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
-            told.append(run.total_steps(loader, 3))
-            small.fit(run, [loader], lambda step, x, y, model=model: F.mse_loss(model(x), y))
-            told.append(run.metrics_logger.steps)
+        count = lambda t, loader=loader: told.append(t.run.total_steps(loader, 3))  # noqa: E731
+        fitted(loader, out=tmp_path, epochs=epochs, before=count, end=lambda t: told.append(t.run.metrics_logger.steps))
     assert told == [18, 6, 18, 18]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, flags_for, kill_at, network, train
+from tests.single.training.small import Killed, Trained, flags_for, killed, resumed, train
 
 
 class Own(torch.optim.SGD):
@@ -78,28 +78,20 @@ UPDATES = {
 
 def run_to_the_end(directory, make, stop=None, register=None):
     """Train the small regression; return its weights. make: the optimizer. stop: the step after which to end."""
-    with training.start(flags_for("--output-dir", str(directory), "--checkpoint-steps", "1")) as run:
-        net = network()
-        model, _ = run.prepare(net, make(net.parameters()))
-        if register is not None:
-            run.register(**register)
-        train(run, model, each=kill_at(stop))
-    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+    how = dict(optimizer=make, registered=lambda t: register or {}, kill=stop)
+    return Trained("--checkpoint-steps", "1", out=directory, **how).weights()
 
 
-def resumed(directory, make):
-    whole = run_to_the_end(directory / "whole", make)
-    with pytest.raises(Killed):
-        run_to_the_end(directory / "apart", make, stop=7)
-    return whole, run_to_the_end(directory / "apart", make)
+def is_resumed(directory, make):
+    whole, again = resumed(lambda out, stop: run_to_the_end(out, make, stop), directory, 7)
+    return torch.equal(whole, again)
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_optimizer_has_the_state_that_it_had(name, tmp_path):
     """torch's load_state_dict converts it to the type of the weights: other bits, or a traceback in the next step."""
     kind = type("Kind", (Own,), {"update": staticmethod(UPDATES[name])})
-    whole, again = resumed(tmp_path, lambda parameters: kind(parameters, 0.1))
-    assert torch.equal(whole, again)
+    assert is_resumed(tmp_path, lambda parameters: kind(parameters, 0.1))
 
 
 class Numbered(torch.optim.SGD):
@@ -116,8 +108,7 @@ class Numbered(torch.optim.SGD):
 
 
 def test_a_state_dict_of_its_own_form_is_taken_back(tmp_path):
-    whole, again = resumed(tmp_path, lambda parameters: Numbered(parameters, 0.1, momentum=0.9))
-    assert torch.equal(whole, again)
+    assert is_resumed(tmp_path, lambda parameters: Numbered(parameters, 0.1, momentum=0.9))
 
 
 class Forgets(torch.optim.SGD):
@@ -155,16 +146,8 @@ REFUSED = [
     (lambda p: type("Shares", (Own,), {"update": staticmethod(one_in_group_and_state)})(p, 0.1), {},
      r"^the state of Shares cannot be restored: \['param_groups'\]\[0\]\['shared'\] is one with another Tensor"),
     (lambda p: Fails(p, 0.1), {}, r"^the state of Fails cannot be restored: .*no way back"),
-    (
-        lambda p: Twice(p, 0.1),
-        {},
-        r"^the state of Twice holds a Decimal at \['state'\]\[0\]\['rate'\], which a checkpoint",
-    ),
-    (
-        lambda p: torch.optim.SGD(p, 0.1),
-        {"held": Holds(decimal.Decimal(1))},
-        r"register\(held=.*Decimal at \['v'\]\[0\]",
-    ),
+    (lambda p: Twice(p, 0.1), {}, r"^the state of Twice holds a Decimal at \['state'\]\[0\]\['rate'\], which a checkpoint"),
+    (lambda p: torch.optim.SGD(p, 0.1), {"held": Holds(decimal.Decimal(1))}, r"register\(held=.*Decimal at \['v'\]\[0\]"),
     (lambda p: torch.optim.SGD(p, 0.1), {"held": Holds(type("Rows", (list,), {})())}, r"a Rows at \['v'\]\[0\]"),
 ]  # fmt: skip
 
@@ -180,8 +163,7 @@ def test_a_registered_state_of_many_values_and_levels_is_read_back(tmp_path):
     deep: list = [list(range(300_000))]
     for _ in range(60):
         deep = [deep]
-    with pytest.raises(Killed):
-        run_to_the_end(tmp_path, lambda p: torch.optim.SGD(p, 0.1), stop=3, register={"held": Holds(deep)})
+    killed(run_to_the_end, tmp_path, lambda p: torch.optim.SGD(p, 0.1), stop=3, register={"held": Holds(deep)})
     back = Holds(None)
     run_to_the_end(tmp_path, lambda p: torch.optim.SGD(p, 0.1), register={"held": back})
     assert back.value == deep
@@ -278,32 +260,25 @@ COUNTERS = [
     (scheduled(schedulers.CyclicLR, 0.1, 0.2, 3), {}),
     (scheduled(schedulers.CosineAnnealingWarmRestarts, 3), {}),
     (scheduled(schedulers.ReduceLROnPlateau, patience=1), {}),
-    (
-        lambda _, o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [4]),
-        {},
-    ),
+    (lambda _, o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [4]), {}),
 ]
 
 
 @pytest.mark.parametrize(("make", "lost"), COUNTERS, ids=range(len(COUNTERS)))
 def test_a_number_of_a_registered_object_that_no_resume_would_bring_back_is_said_once(make, lost, tmp_path, capsys):
     """An average went on as if it had just begun, with the sum that it had: other numbers, exit code 0."""
+
+    def each(t):
+        if isinstance(t.what, torch.optim.swa_utils.AveragedModel):
+            t.what.update_parameters(t.net)
+        else:
+            t.what.step(*[1.0] * isinstance(t.what, (Average, schedulers.ReduceLROnPlateau)))
+
     for end in (7, None):
         capsys.readouterr()
-        with contextlib.suppress(Killed), training.start(
-            flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-        ) as run:  # fmt: skip
-            model, optimizer = run.prepare(net := network(), torch.optim.SGD(net.parameters(), 0.1))
-            run.register(what=(what := make(net, optimizer)))
-
-            def each(step, what=what, net=net, end=end):
-                if isinstance(what, torch.optim.swa_utils.AveragedModel):
-                    what.update_parameters(net)
-                else:
-                    what.step(*[1.0] * isinstance(what, (Average, schedulers.ReduceLROnPlateau)))
-                kill_at(end)(step)
-
-            train(run, model, each=each)
+        with contextlib.suppress(Killed):
+            Trained("--checkpoint-steps", "1", out=tmp_path, registered=lambda t: dict(what=make(t.net, t.optimizer)),
+                    each=each, kill=end)  # fmt: skip
         lines = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
         told = [line.split("its ")[1].split(" has changed, and a resumed run would begin with ") for line in lines]
         assert {name: rest.split(":")[0] for name, rest in told} == lost

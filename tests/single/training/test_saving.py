@@ -6,35 +6,32 @@ import time
 import pytest
 import torch
 
-from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.features import replicas
 from hvdtrain.guards.judge import HangTimeouts
-from tests.single.training.small import X, flags_for, network, train
+from tests.single.training.small import Trained
 
 
 def test_a_rank_that_hangs_in_a_checkpoint_has_the_limit_of_a_step_and_each_tensor_is_progress(tmp_path, monkeypatch):
     """With ten times that, `--step-timeout 5` left a rank that span there alone for 50 s. What ranks wait for when they are
     compared is a rank's step."""
     phases, beats, snapshot = {}, [], contents.snapshot
-    with training.start(flags_for("--checkpoint-steps", "1", "--output-dir", str(tmp_path), epochs=1)) as run:
-        activity = run.engine.activity
 
-        def compared(*_):
-            phases.setdefault("compare", activity.phase)
+    def before(t):
+        activity = t.run.engine.activity
 
         def copied(tensors, heartbeat):
             phases.setdefault("copy", activity.phase)
-            assert heartbeat == run.engine.activity.heartbeat
+            assert heartbeat == activity.heartbeat
             del beats[:]
             copies = snapshot(tensors, lambda: beats.append(heartbeat()))
             assert len(beats) == len(copies) > 1
             return copies
 
-        monkeypatch.setattr(replicas, "compare", compared)
+        monkeypatch.setattr(replicas, "compare", lambda *_: phases.setdefault("compare", activity.phase) and None)
         monkeypatch.setattr(contents, "snapshot", copied)
-        net = network()
-        train(run, run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))[0])
+
+    Trained("--checkpoint-steps", "1", out=tmp_path, epochs=1, before=before)
     assert phases["compare"].name in ("step", "first step")
     assert phases["copy"].name == "checkpoint"
     for timeouts in (HangTimeouts(5.0), HangTimeouts()):
@@ -60,16 +57,13 @@ def test_an_exception_waits_for_the_checkpoint_that_is_being_written(tmp_path, m
         return digest(*arguments)
 
     monkeypatch.setattr(checkpoint, "digest", late)
-    with pytest.raises(ZeroDivisionError), training.start(flags_for("--output-dir", str(tmp_path))) as run:
-        net = network()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for epoch in run.epochs(2):
-            if epoch == 1:
-                raised.set()
-                raise ZeroDivisionError
-            for step in run.steps(X):
-                for (x,) in step.batches():
-                    step.backward(model(x).mean())
-                step.update()
+
+    def fail(t, epoch):
+        if epoch == 1:
+            raised.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Trained(out=tmp_path, head=fail)
     assert checkpoint.read(tmp_path / "checkpoints" / checkpoint.name_of(5))[0]["state"]["epoch"] == 1
     assert "not written" not in capfd.readouterr().err

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from tests.e2e.launchers import events
 from tests.single.training import small
@@ -180,28 +179,21 @@ LOADERS = {
 }
 
 
-def flags_for(*argv, epochs=2):
-    return small.flags_for(*argv, epochs=epochs, batch_size=4)
+SAVED = ("--checkpoint-steps", "1")
 
 
-def train(flags, loader, each=lambda step: None, steps=None, before=lambda run: None):
+def train(loader, *argv, epochs=2, **how):
     """Return the samples by epoch, and the weights."""
     seen = {}
-    with training.start(flags) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(1, 1)
-        model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        before(run)
-        for epoch in run.epochs(None if steps else flags.epochs, steps=steps):
-            for step in run.steps(loader):
-                for batch in step.batches():
-                    x, noise = batch.values() if isinstance(batch, dict) else batch
-                    assert step.batch.count == len(x)
-                    seen.setdefault(epoch, []).extend(x[:, 0].int().tolist())
-                    step.backward((model(x / N) - noise).square().mean())
-                step.update()
-                each(step)
-    return seen, [p.tolist() for p in net.parameters()]
+
+    def loss(t, *parts):
+        x, noise = t.batch.values() if isinstance(t.batch, dict) else parts
+        assert t.step.batch.count == len(x)
+        seen.setdefault(t.run.state.epoch, []).extend(x[:, 0].int().tolist())
+        return (t.model(x / N) - noise).square().mean()
+
+    how |= dict(net=lambda: nn.Linear(1, 1), optimizer=lambda p: torch.optim.Adam(p, lr=0.1), seed=5, loss=loss)
+    return seen, small.Trained(*argv, data=[loader], epochs=epochs, batch_size=4, **how).weights().tolist()
 
 
 def resumed_at(directory):
@@ -209,13 +201,10 @@ def resumed_at(directory):
 
 
 def killed_and_continued(make, tmp_path):
-    seen, weights = train(flags_for(), make())
+    program = lambda out, kill: train(make(), *SAVED, out=out, kill=kill)  # noqa: E731
+    (seen, weights), (rest, after) = small.resumed(program, tmp_path, 19)  # of 26 steps
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(small.Killed):
-        train(flags, make(), small.kill_at(19))  # of 26 steps
-    rest, after = train(flags, make())
-    taken = resumed_at(tmp_path)
+    taken = resumed_at(tmp_path / "apart")
     assert 0 < taken < N
     assert rest == {1: seen[1][taken:]}
     assert after == weights
@@ -231,26 +220,24 @@ def test_a_killed_run_continues_at_the_very_sample(kind, tmp_path):
 def test_a_stop_in_an_evaluation_before_the_steps_keeps_the_position(tmp_path, monkeypatch):
     """A resumed run that is stopped there has read nothing yet, and saves."""
 
-    def evaluate(run):
-        with run.evaluating(1) as mine:
-            run.record(loss=torch.zeros(1)[mine])
+    def evaluate(t):
+        with t.run.evaluating(1) as mine:
+            t.run.record(loss=torch.zeros(1)[mine])
 
-    make, flags = LOADERS["stateful"], flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    seen, weights = train(flags_for(), make(), before=evaluate)
-    with pytest.raises(small.Killed):
-        train(flags, make(), small.kill_at(19), before=evaluate)
+    make, how = LOADERS["stateful"], dict(out=tmp_path, before=evaluate)
+    seen, weights = train(make(), before=evaluate)
+    small.killed(train, make(), *SAVED, **how, kill=19)
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.loop.stopping.Stopping.is_asked_anywhere", lambda self: True)
-        assert train(flags, make(), before=evaluate)[0] == {}
-    rest, after = train(flags, make(), before=evaluate)
+        assert train(make(), *SAVED, **how)[0] == {}
+    rest, after = train(make(), *SAVED, **how)
     assert rest == {1: seen[1][resumed_at(tmp_path) :]}
     assert after == weights
 
 
 def test_more_steps_continue_at_the_very_sample(tmp_path):
-    seen, weights = train(flags_for(), LOADERS["stateful"](), steps=20)
-    directory = ["--output-dir", str(tmp_path)]
-    parts = [train(flags_for(*directory), LOADERS["stateful"](), steps=steps) for steps in (5, 13, 20)]
+    seen, weights = train(LOADERS["stateful"](), steps=20)
+    parts = [train(LOADERS["stateful"](), out=tmp_path, steps=steps) for steps in (5, 13, 20)]
     assert [[i for part, _ in parts for i in part.get(epoch, [])] for epoch in (0, 1)] == [seen[0], seen[1]]
     assert parts[-1][1] == weights
 
@@ -270,12 +257,9 @@ AT_AN_END = {
 def test_a_run_that_ended_with_an_epoch_goes_on_as_if_it_had_not(kind, tmp_path):
     """A number of epochs that a stream counts itself began again."""
     make = AT_AN_END[kind]
-    whole, weights = train(flags_for(epochs=3), make())
-    assert (whole[0] != whole[1]) == (
-        kind != "counts its epochs, workers"
-    )  # which are others in each epoch, as in torch
-    directory = ["--output-dir", str(tmp_path)]
-    parts = [train(flags_for(*directory, epochs=epochs), make()) for epochs in (1, 2, 3)]
+    whole, weights = train(make(), epochs=3)
+    assert (whole[0] != whole[1]) == (kind != "counts its epochs, workers")  # others in each epoch, as in torch
+    parts = [train(make(), out=tmp_path, epochs=epochs) for epochs in (1, 2, 3)]
     assert [part for seen, _ in parts for part in seen.items()] == list(whole.items())
     assert parts[-1][1] == weights
 
@@ -283,22 +267,19 @@ def test_a_run_that_ended_with_an_epoch_goes_on_as_if_it_had_not(kind, tmp_path)
 ANEW = {
     "no state": (lambda: DataLoader(Numbers(), 4), None, "Numbers has no state_dict"),
     "no state, workers": (lambda: DataLoader(Numbers(), 4, num_workers=2), None, "Numbers has no state_dict"),
-    "other workers": (
-        LOADERS["stateful, 2 workers"], LOADERS["stateful"], "it was saved with num_workers=2, which is 0 now",
-    ),
+    "other workers": (LOADERS["stateful, 2 workers"], LOADERS["stateful"],
+        "it was saved with num_workers=2, which is 0 now"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ANEW)
 def test_without_a_position_the_epoch_begins_anew_and_says_so(kind, tmp_path, capsys):
     make, make_again, why = ANEW[kind]
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(small.Killed):
-        train(flags, make(), small.kill_at(5))
+    small.killed(train, make(), *SAVED, out=tmp_path, kill=5)
     said = capsys.readouterr().out
     lost = "Numbers has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
     assert (lost in said) == (make_again is None)
-    rest, _ = train(flags, (make_again or make)())
+    rest, _ = train((make_again or make)(), *SAVED, out=tmp_path)
     assert sorted(rest[0]) == list(range(N))
     taken = resumed_at(tmp_path)
     assert f"epoch 1 of the stream begins anew, after {taken} samples: {why}" in capsys.readouterr().out
@@ -325,13 +306,6 @@ class Quiet(IterableDataset):
         return ((torch.tensor([float(i)]), torch.zeros(1)) for i in range(N))
 
 
-def with_another(run):
-    net = small.network()
-    run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for _ in run.epochs(1):
-        next(run.steps({"a": small.X, "b": DataLoader(Numbers(), 4)}))
-
-
 REFUSED = {
     "workers that read the same": (lambda: DataLoader(Quiet(), 4, num_workers=2), "the workers of rank 0 read"),
     "workers that read the same, without an end": (lambda: DataLoader(Endless(), 4, num_workers=2), "the workers of rank 0"),
@@ -346,23 +320,23 @@ REFUSED = {
 def test_what_would_be_wrong_is_refused_in_one_line(case, tmp_path):
     make, complaint = REFUSED[case]
     with pytest.raises(UserError, match=f"^.{{0,20}}{complaint}") as caught:
-        train(flags_for("--output-dir", str(tmp_path)), make())
+        train(make(), out=tmp_path)
     assert len(str(caught.value)) < 200
 
 
 def test_a_stream_has_no_length_and_no_other_beside_it():
-    with pytest.raises(UserError, match="the length of a stream is not known"), training.start(flags_for()) as run:
-        run.total_steps(DataLoader(Numbers(), 4), 2)
-    with pytest.raises(UserError, match="'b' is a stream, and goes with other"), training.start(flags_for()) as run:
-        with_another(run)
+    with pytest.raises(UserError, match="the length of a stream is not known"):
+        train(DataLoader(Numbers(), 4), before=lambda t: t.run.total_steps(DataLoader(Numbers(), 4), 2))
+    with pytest.raises(UserError, match="'b' is a stream, and goes with other"):
+        train({"a": small.X, "b": DataLoader(Numbers(), 4)})
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_stream_is_evaluated(kind):
-    with training.start(flags_for()) as run:
-        net = nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        with run.evaluating(LOADERS[kind]()) as batches:
+    def evaluate(t):
+        with t.run.evaluating(LOADERS[kind]()) as batches:
             for batch in batches:
-                run.record(x=(batch["x"] if isinstance(batch, dict) else batch[0]).sum())
-        assert run.evaluation == {"x": (N - 1) / 2, "count": N}
+                t.run.record(x=(batch["x"] if isinstance(batch, dict) else batch[0]).sum())
+        assert t.run.evaluation == {"x": (N - 1) / 2, "count": N}
+
+    train(LOADERS[kind](), epochs=0, before=evaluate)

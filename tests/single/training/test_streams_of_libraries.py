@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.single.training import test_streams
-from tests.single.training.small import Killed, kill_at
-from tests.single.training.test_streams import N, flags_for, resumed_at, train
+from tests.single.training.small import killed
+from tests.single.training.test_streams import SAVED, N, resumed_at, train
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
@@ -65,12 +65,11 @@ RESUMED = {
     "datasets": lambda: DataLoader(hugging_face(), 4, collate_fn=collate),
     "datasets, shuffled": lambda: DataLoader(hugging_face({}), 4, collate_fn=collate),
     "datasets, 2 workers": lambda: DataLoader(hugging_face(), 4, collate_fn=collate, num_workers=2),
-    "datasets, shuffled one by one, 2 workers": lambda: DataLoader(
-        hugging_face({"max_buffer_input_shards": 1}), 4, collate_fn=collate, num_workers=2
-    ),
+    "datasets, shuffled one by one, 2 workers": lambda: DataLoader(hugging_face({"max_buffer_input_shards": 1}), 4,
+        collate_fn=collate, num_workers=2),
     "torchdata": lambda: stateful(hugging_face({})),
     "torchdata, shuffled one by one, 2 workers": lambda: stateful(hugging_face({"max_buffer_input_shards": 1}), 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", RESUMED)
@@ -87,11 +86,9 @@ def test_datasets_still_mistakes_the_state_of_a_worker_for_that_of_the_rank(tmp_
     def loader():
         return DataLoader(hugging_face({}), 4, collate_fn=collate, num_workers=2)
 
-    flags = flags_for("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    with pytest.raises(Killed):
-        train(flags, loader(), kill_at(5))
+    killed(train, loader(), *SAVED, out=tmp_path, kill=5)
     with pytest.raises(IndexError, match="list index out of range"):
-        train(flags, loader())
+        train(loader(), *SAVED, out=tmp_path)
 
 
 def number_of(sample):
@@ -119,14 +116,12 @@ def test_a_killed_run_on_a_webdataset_begins_its_epoch_anew_and_says_so(workers,
         exec(shown("webdataset"), scope)
         return DataLoader(scope["ds"].decode().map(number_of), 4, collate_fn=collate, num_workers=workers)
 
-    seen, _ = train(flags_for(), loader())
+    seen, _ = train(loader())
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
-    flags = flags_for("--output-dir", str(tmp_path / "out"), "--checkpoint-steps", "1")
-    with pytest.raises(Killed):
-        train(flags, loader(), kill_at(19))
+    killed(train, loader(), *SAVED, out=tmp_path / "out", kill=19)
     lost = "WebDataset has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
     assert lost in capsys.readouterr().out
-    rest, _ = train(flags, loader())
+    rest, _ = train(loader(), *SAVED, out=tmp_path / "out")
     assert rest == {1: seen[1]}
     taken = resumed_at(tmp_path / "out")
     assert (
