@@ -279,12 +279,8 @@ def on_two_hosts(setting: Setting, rate: str, module: str, flags: list[str]) -> 
         raise Left(reason)
     out = Path(tempfile.mkdtemp(dir=setting.scratch))
     wrapper = [
-        str(ROOT / "launch/mpirun.sh"),
-        *["-H", "a:1,b:1", "--interface", "eth0", "--"],
-        sys.executable,
-        "-m",
-        module,
-    ]
+        str(ROOT / "launch/mpirun.sh"), *["-H", "a:1,b:1", "--interface", "eth0", "--"], sys.executable, "-m", module,
+    ]  # fmt: skip
     with Cluster(out, ["a", "b"], rate=rate, ssh=True) as cluster:
         done = cluster.run("a", [*wrapper, *flags, "--threads", "1", "--output-dir", str(out)], timeout=SECONDS)
     if done.code:

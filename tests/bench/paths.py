@@ -97,15 +97,8 @@ def traced(scratch: Path, name: str, *flags: str, stop: bool = False) -> list[se
     """Return what rank 0 called before the first update, after it, after the second, and so on; last, in evaluations."""
     out = scratch / f"{name}.json"
     words = [
-        sys.executable,
-        "-m",
-        "hvdtrain.starter",
-        "--oversubscribe",
-        "--local-ranks",
-        "2",
-        "-m",
-        "tests.bench.paths",
-    ]
+        sys.executable, "-m", "hvdtrain.starter", "--oversubscribe", "--local-ranks", "2", "-m", "tests.bench.paths",
+    ]  # fmt: skip
     words += ["--trace", str(out), *(["--stop"] if stop else []), *FLAGS, *flags]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     if done.returncode != (75 if stop else 0):

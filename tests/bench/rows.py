@@ -63,12 +63,8 @@ LAUNCHERS = {"alone": "one process", "mpirun": "2 ranks", "horovodrun": "2 ranks
 
 def groups() -> tuple[Group, ...]:
     return (
-        *of_convnet(2, "≥ 0.97"),
-        *of_convnet(8, "≥ 0.92"),
-        *of_one_host(),
-        *of_two_hosts(),
-        *of_training(),
-    )
+        *of_convnet(2, "≥ 0.97"), *of_convnet(8, "≥ 0.92"), *of_one_host(), *of_two_hosts(), *of_training(),
+    )  # fmt: skip
 
 
 def of_convnet(ranks: int, target: str) -> tuple[Group, ...]:

@@ -6,11 +6,11 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.launchers import PYTHON, Done, launch, remaining, running
+from tests.e2e.launchers import PYTHON, launch, remaining, running
 from tests.gpu import machine
 
 DEVICE = os.environ.get("HVDTRAIN_GPU_TESTS", "cuda")
@@ -33,7 +33,7 @@ both_engines = pytest.mark.parametrize("engine", ["horovod", "ddp"])
 def saw(request):
     """A function that notes what a test saw, whether it passes or not."""
 
-    def note(text: str) -> None:
+    def note(text):
         print(text)
         if SEEN:
             with Path(SEEN).open("a") as file:
@@ -42,9 +42,7 @@ def saw(request):
     return note
 
 
-def run(
-    engine: str, ranks: int, module: str, flags: str, out: Path | None = None, device: str = DEVICE, **more: str
-) -> Done:
+def run(engine, ranks, module, flags, out=None, device=DEVICE, **more):
     """Run to the end, which must be exit code 0."""
     words = machine.command(engine, ranks, module, flags, device, out)
     done = launch(words, timeout=LIMIT, **machine.variables(ranks), **more)
@@ -52,9 +50,7 @@ def run(
     return done
 
 
-def train(
-    out: Path, ranks: int = 2, flags: str = "", engine: str = "horovod", **how: str
-) -> tuple[dict[str, Any], Done]:
+def train(out, ranks=2, flags="", engine="horovod", **how):
     """Train on the embedded digits. Return the summary, and what was said."""
     size = "--epochs 1 --train-samples 256" if QUICK else "--epochs 10"
     done = run(engine, ranks, "hvdtrain.mnist", f"{DIGITS} {size} {flags}", out, **how)
@@ -73,13 +69,13 @@ class Ended(NamedTuple):
     left: list[str]
     on_gpus: int  # processes that nvidia-smi listed before
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"exit code {self.code} after {self.seconds:.1f} s, {self.on_gpus} were on a GPU; left: {self.left or None}"
         )
 
 
-def strike(out: Path, number: signal.Signals, flags: str, engine: str = "horovod") -> Ended:
+def strike(out, number, flags, engine="horovod"):
     """Train on two ranks, and send rank 1 a signal after a new checkpoint."""
     log, saved = out.with_suffix(f".{number.name}"), lambda: len(list((out / "checkpoints").glob("*.safetensors")))
     before, words = saved(), machine.command(engine, 2, "hvdtrain.mnist", f"{DIGITS} {flags}", DEVICE, out)

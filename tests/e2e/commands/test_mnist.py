@@ -18,31 +18,23 @@ REFUSALS = {
     "unknown flag": ("--epoch 3", "unrecognized arguments: --epoch 3"),
     "no such directory": ("--dataset mnist --data-dir {tmp}/nowhere", "nowhere"),
     "a file as data directory": ("--dataset mnist --data-dir {tmp}/file", "{tmp}/file"),
-    "an output directory that cannot be": (
-        "--output-dir {tmp}/file/out",
-        "--output-dir {tmp}/file/out cannot be written",
-    ),
+    "an output directory that cannot be": ("--output-dir {tmp}/file/out",
+        "--output-dir {tmp}/file/out cannot be written"),
     "more ranks than samples": ("--train-samples 1", "1 samples but 2 ranks: use -np 1 or fewer"),
     "no GPU": ("--device cuda", "--device cuda, but torch sees no GPU"),
-}
+}  # fmt: skip
 SEES_1 = "but horovod sees 1"
 DISAGREEING = {  # what a launcher announced that started one process only
     "Slurm": ("SLURM_PROCID=0 SLURM_NTASKS=2", f"Slurm announced 2 ranks, {SEES_1}: start with `srun --mpi=pmix`"),
-    "torchrun": (
-        "RANK=0 WORLD_SIZE=2 --engine horovod",
-        f"torchrun announced 2 ranks, {SEES_1}: start with horovodrun or mpirun",
-    ),
+    "torchrun": ("RANK=0 WORLD_SIZE=2 --engine horovod",
+        f"torchrun announced 2 ranks, {SEES_1}: start with horovodrun or mpirun"),
     "MPICH": ("PMI_RANK=0 PMI_SIZE=3", f"announced 3 ranks, {SEES_1}"),
     # As under mpirun of Open MPI 5 around a container that has Open MPI 4.
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2",
-        f"announced 2 ranks, {SEES_1}: this Horovod was built",
-    ),
-    "Open MPI, ddp": (
-        "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 --engine ddp",
-        "announced 2 ranks, but mpi4py sees 1: this mpi4py was built for another MPI",
-    ),
-}
+    "Open MPI": ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2",
+        f"announced 2 ranks, {SEES_1}: this Horovod was built"),
+    "Open MPI, ddp": ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 --engine ddp",
+        "announced 2 ranks, but mpi4py sees 1: this mpi4py was built for another MPI"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

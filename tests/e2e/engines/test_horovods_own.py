@@ -40,24 +40,16 @@ NAMELESS = (
     "ranks that have made other numbers of calls give a tensor without a name other names, and wait for each other"
 )
 KNOWN_FAILURES = {
-    "test/parallel/test_torch.py": {
-        "TorchTests::test_broadcast_state": MUON,
-        "TorchTests::test_broadcast_state_options": MUON,
-        "TorchTests::test_force_allreduce": MUON,
-    },
-    "test/single/test_run.py": {
-        "RunTests::test_js_run": QUOTED,
-        "RunTests::test_mpi_run_full": QUOTED,
-    },
+    "test/parallel/test_torch.py": {"TorchTests::test_broadcast_state": MUON,
+        "TorchTests::test_broadcast_state_options": MUON, "TorchTests::test_force_allreduce": MUON},
+    "test/single/test_run.py": {"RunTests::test_js_run": QUOTED, "RunTests::test_mpi_run_full": QUOTED},
     "test/integration/test_elastic_torch.py": {
         "ElasticTorchTests::test_resurrecting_blacklisted_hosts_exponential_backoff": CLOCK,
     },
     "test/integration/test_interactiverun.py": {"InteractiveRunTests::test_failed_run": TEXT},
-    "test/integration/test_static_run.py": {
-        "StaticRunTests::test_run_failure_gloo_local_cmd": TEXT,
-        "StaticRunTests::test_run_failure_gloo_local_func": TEXT,
-    },
-}
+    "test/integration/test_static_run.py": {"StaticRunTests::test_run_failure_gloo_local_cmd": TEXT,
+        "StaticRunTests::test_run_failure_gloo_local_func": TEXT},
+}  # fmt: skip
 
 KNOWN_AT_3_RANKS = {
     "test/parallel/test_torch.py": {
@@ -112,16 +104,11 @@ def test_its_adasum(folder):
 @pytest.mark.parametrize(
     "path",
     [
-        "test/single/test_torch_elastic.py",
-        "test/single/test_elastic_driver.py",
-        "test/single/test_elastic_discovery.py",
-        "test/single/test_run.py",
-        "test/single/test_service.py",
-        "test/single/test_task_service.py",
-        "test/integration/test_interactiverun.py",
-        "test/integration/test_static_run.py",
-        "test/integration/test_elastic_torch.py",
+        "test/single/test_torch_elastic.py", "test/single/test_elastic_driver.py",
+        "test/single/test_elastic_discovery.py", "test/single/test_run.py", "test/single/test_service.py",
+        "test/single/test_task_service.py", "test/integration/test_interactiverun.py",
+        "test/integration/test_static_run.py", "test/integration/test_elastic_torch.py",
     ],
-)
+)  # fmt: skip
 def test_its_launcher_and_elastic_jobs(folder, path):
     run(folder, path)

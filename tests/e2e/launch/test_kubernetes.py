@@ -182,10 +182,8 @@ def test_pods_run(command, tmp_path):
             }  # a job's UID
             variables = {entry["name"]: entry.get("value") or of_fields[entry["name"]] for entry in container["env"]}
             variables |= {
-                "PATH": f"{BIN}:/usr/bin:/bin",
-                "PYTHONPATH": str(ROOT),
-                "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-            }
+                "PATH": f"{BIN}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+            }  # fmt: skip
             if command == "trainjob":
                 told = PET.format(nodes=nodes, ranks=2, index=index, first=f"{hosts[0]}.{title}")
                 variables |= dict(word.split("=") for word in told.split())

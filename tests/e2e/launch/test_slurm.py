@@ -107,13 +107,11 @@ print(f"rank {hvd.rank()} of {hvd.size()}: sum {total}, {'Gloo' if hvd.gloo_enab
         (f"-m hvdtrain.starter {MNIST}", ["2 ranks on 2 hosts, horovod over Gloo"]),
         (f"{MNIST} --engine ddp", ["2 ranks on 2 hosts, ddp"]),
         ("-m hvdtrain.starter SUMS", [f"rank {rank} of 2: sum 3, Gloo" for rank in (0, 1)]),
-        (
-            "-m hvdtrain.starter -m hvdtrain.tuned SUMS",
-            [f"rank {rank} of 2: sum 3, Gloo" for rank in (0, 1)] + ["hvdtrain.tuned: 2 ranks, on this host 1 x"],
-        ),
+        ("-m hvdtrain.starter -m hvdtrain.tuned SUMS",
+            [f"rank {rank} of 2: sum 3, Gloo" for rank in (0, 1)] + ["hvdtrain.tuned: 2 ranks, on this host 1 x"]),
     ],
     ids=["Horovod", "ddp", "a script", "a script, tuned"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["pmi2", "cray_shasta"])
 def test_srun_with_another_pmi(cluster, kind, program, lines, tmp_path):
     """pmi2 also sets PMI_RANK and PMI_SIZE, as mpirun of MPICH does, and the default of Cray EX those of PALS. Neither of

@@ -380,14 +380,10 @@ def test_a_sites_script_prints_its_command(case, tmp_path):
 @pytest.mark.parametrize(
     ("name", "edits", "line"),
     [
-        (
-            "slurm.sbatch", {"how=starter": "how=x"},
-            "slurm.sbatch: error: how=x: choose starter, forked, torchrun, pmix or mpirun",
-        ),
-        (
-            "slurm.sbatch", {"how=starter": "how=mpirun", "image=''": "image=/a.sqsh"},
-            "slurm.sbatch: error: pyxis starts containers from srun: choose how=starter, forked or pmix",
-        ),
+        ("slurm.sbatch", {"how=starter": "how=x"},
+            "slurm.sbatch: error: how=x: choose starter, forked, torchrun, pmix or mpirun"),
+        ("slurm.sbatch", {"how=starter": "how=mpirun", "image=''": "image=/a.sqsh"},
+            "slurm.sbatch: error: pyxis starts containers from srun: choose how=starter, forked or pmix"),
         ("job.pbs", {"how=forked": "how=x"}, "job.pbs: error: how=x: choose forked or mpi"),
         ("job.flux", {}, "job.flux: error: no flux on PATH: submit this file with flux batch"),
     ],

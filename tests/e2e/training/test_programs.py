@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -37,9 +36,7 @@ RUNNABLE = [
 ]
 
 
-def run(
-    name: str, directory: Path, flags: str = "", attack: dict | None = None, program: Path | None = None, ranks: int = 2
-):
+def run(name, directory, flags="", attack=None, program=None, ranks=2):
     """Train with at most one fault. program: default: NAME of docs/programs."""
     attacked_one = Program(name, 0, {}, FLAGS, program or PROGRAMS / f"{name}.py")
     return attacked(  # the starter's ranks: torch is imported once
@@ -68,7 +65,7 @@ def test_a_killed_program_ends_with_the_same_bits(name, tmp_path):
         assert (one["steps"], one["samples"]) == (other["steps"], other["samples"])
 
 
-def taken(directory: Path) -> dict[int, Counter]:
+def taken(directory):
     """Return how often each index was used in each epoch. Of steps that were repeated after a failure, the last attempt."""
     last = {}  # (epoch, samples left) -> attempt, indices of all ranks
     for path in (directory / "taken").iterdir():

@@ -34,12 +34,9 @@ REFUSED = {
         "--debug-page=25999": "--debug-page is no longer a flag: call torch.distributed.debug.start_debug_server",
     },
     "imagenet": {"--track mlflow": "--track needs --output-dir", "--workers -1": "'-1' is not a whole number"},
-    "lm": {
-        "--width 17": "--width 17 is not a multiple of --heads 4",
-        "--steps 5 --epochs 1": "--steps 5 cannot go with --epochs 1: leave one of them out",
-    },
-    "benchmark": {
-        "--model convnet --image-size 32": "takes images of 28 pixels",
+    "lm": {"--width 17": "--width 17 is not a multiple of --heads 4",
+        "--steps 5 --epochs 1": "--steps 5 cannot go with --epochs 1: leave one of them out"},
+    "benchmark": {"--model convnet --image-size 32": "takes images of 28 pixels",
         "--engine serial --compression fp16": "--compression fp16 is not for --engine serial",
         "--steps 0": "'0' is not a whole number",
         "--model gpt-small --image-size 32": "--model gpt-small takes no images: leave out --image-size",
@@ -47,11 +44,9 @@ REFUSED = {
         "--collectives --min-bytes 8 --max-bytes 4": "--min-bytes 8 is more than --max-bytes 4",
         "--collectives --seconds-per-size 0": "'0' is not a number above 0",
         "--np 2 --engines horovod,smoke": "'smoke' is not one of horovod, horovod-gloo",
-        "--np 1,x": "'x' is not a whole number",
-        "--np 8 --hosts a:4": "--np 8, but --hosts a:4 has 4 slots",
+        "--np 1,x": "'x' is not a whole number", "--np 8 --hosts a:4": "--np 8, but --hosts a:4 has 4 slots",
         "--np 2 --hosts a": "'a' is not NAME:SLOTS",
-        "--np 2 --interface eth0": "--interface joins hosts: name them with --hosts",
-    },
+        "--np 2 --interface eth0": "--interface joins hosts: name them with --hosts"},
     "reduce": {"--dtype int4": "invalid choice: 'int4'"},
 }  # fmt: skip
 

@@ -22,12 +22,10 @@ from tests.single.unwritable import no_room
 
 SCRIPTS = {
     "mnist": (mnist, "--dataset digits --model convnet --train-samples 128 --epochs 2 --batch-size 32"),
-    "imagenet": (
-        imagenet,
-        "--data-dir {folder} --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8 --epochs 2 --workers 0",
-    ),
+    "imagenet": (imagenet,
+        "--data-dir {folder} --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8 --epochs 2 --workers 0"),
     "lm": (lm, "--text {text} --layers 1 --heads 1 --width 8 --context 8 --steps 3 --batch-size 4 --sample-tokens 0"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -211,38 +209,23 @@ def test_without_room_the_earlier_predictions_stay(ending, tmp_path):
 
 REFUSED = {
     "no run": (("--evaluate", "{tmp}/none"), {}, "--evaluate .*none: No such file"),
-    "the record would be in the run": (
-        (*EVALUATE, "--output-dir", "{tmp}/run"),
-        {},
-        "--evaluate: the --output-dir .* has",
-    ),
+    "the record would be in the run": ((*EVALUATE, "--output-dir", "{tmp}/run"), {},
+        "--evaluate: the --output-dir .* has"),
     "no evaluation": (EVALUATE, {"evaluates": False}, "--evaluate: this program has evaluated nothing"),
     "no prediction": (PREDICT, {"predict": lambda *_: None}, "--predict: this program has predicted nothing"),
-    "a row for each sample": (
-        PREDICT,
-        {"predict": lambda run, x, y: run.predict(given=x[:1])},
-        r"run.predict\(given=...\) has 1 rows for 16 samples",
-    ),
+    "a row for each sample": (PREDICT, {"predict": lambda run, x, y: run.predict(given=x[:1])},
+        r"run.predict\(given=...\) has 1 rows for 16 samples"),
     "two predictions": (PREDICT, {"beside": True}, "two evaluations have predicted, and there is one file"),
-    "in some batches alone": (
-        PREDICT,
-        {"predict": in_full_batches},
-        r"run.predict\(given=...\) is not for the samples of the other values: give each value in every batch",
-    ),
-    "the name of the file's own column": (
-        PREDICT,
-        {"predict": lambda run, x, y: run.predict(index=y)},
-        r"run.predict\(index=...\): the file's own column has this name",
-    ),
-    "a number": (
-        PREDICT,
-        {"predict": lambda run, x, y: run.predict(given=1.0)},
-        r"run.predict\(given=...\): give a tensor",
-    ),
+    "in some batches alone": (PREDICT, {"predict": in_full_batches},
+        r"run.predict\(given=...\) is not for the samples of the other values: give each value in every batch"),
+    "the name of the file's own column": (PREDICT, {"predict": lambda run, x, y: run.predict(index=y)},
+        r"run.predict\(index=...\): the file's own column has this name"),
+    "a number": (PREDICT, {"predict": lambda run, x, y: run.predict(given=1.0)},
+        r"run.predict\(given=...\): give a tensor"),
     "the file's directory": ((*EVALUATE, "--predict", "{tmp}/none/p.csv"), {}, "--predict .*p.csv cannot be written"),
     "the file's ending": ((*EVALUATE, "--predict", "p.txt"), {}, "'p.txt' does not end in .csv or .safetensors"),
     "only --predict": (("--predict", "p.csv"), {}, "--predict needs --evaluate"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

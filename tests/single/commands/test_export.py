@@ -139,14 +139,12 @@ WRONG = {
     "it has no valid checkpoint": lambda tmp, out: export.main([str(tmp), "--to", str(out)]),
     "torch.export cannot follow the model": lambda tmp, out: program(tmp, out, lambda net: Branching(), EXAMPLE),
     "a program needs an example": lambda tmp, out: program(tmp, out),
-    "of a program whose model is not known": lambda tmp, out: (
-        program(tmp) and export.main([str(tmp), "--to", str(out)])
-    ),
-    "a program whose model is not known": lambda *_: export.model_of(
-        {"config": SIZES, "data": {}}, {"0.weight": EXAMPLE}
-    ),
+    "of a program whose model is not known": lambda tmp,
+        out: (program(tmp) and export.main([str(tmp), "--to", str(out)])),
+    "a program whose model is not known": lambda *_: export.model_of({"config": SIZES, "data": {}},
+        {"0.weight": EXAMPLE}),
     "cannot be written": lambda tmp, out: program(tmp) and export.main([str(tmp), "--to", str(tmp / "none" / "w.pt")]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("complaint", WRONG)

@@ -120,10 +120,8 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (
-            "--text {book} --context 1000",
-            "the text is too short: 0 sequences of --context 1000 in its first 90 %, 1 rank",
-        ),
+        ("--text {book} --context 1000",
+            "the text is too short: 0 sequences of --context 1000 in its first 90 %, 1 rank"),
         ("--text {tmp}/empty", "empty: name files that have text in them"),
         ("--text {tmp}/nowhere", "name a file that can be read"),
         ("--text {tmp}/latin", "not UTF-8 (invalid continuation byte)"),
@@ -133,7 +131,7 @@ def test_a_run_records_what_it_promises_and_is_sampled_from(book, tmp_path, monk
         ("--sample x --output-dir {tmp}", "it has no valid checkpoint"),
         ("--sample x --resume {tmp}/other.safetensors", "not a checkpoint of hvdtrain.lm: name one that is"),
     ],
-)
+)  # fmt: skip
 def test_refused_in_one_line(flags, complaint, book, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "empty").touch()

@@ -82,15 +82,13 @@ def test_what_ddp_alone_can_do_is_taken():
     [
         (None, "No such file"),
         (b"nonsense", "not a file of weights"),
-        (
-            {"0.weight": torch.zeros(1)},
-            "does not match the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model",
-        ),
+        ({"0.weight": torch.zeros(1)},
+            "does not match the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model"),
         ({}, "the file lacks it"),
         ([1, 2], "holds list, not a state_dict"),
     ],
     ids=["absent", "garbage", "shape", "empty", "list"],
-)
+)  # fmt: skip
 def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
     path = tmp_path / "w.pt"
     if isinstance(content, bytes):

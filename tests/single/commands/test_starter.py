@@ -39,14 +39,12 @@ def test_places_agree_with_horovods_own_launcher():
         ("-m hvdtrain.mnist --wait 3 -m x", "-m hvdtrain.mnist --wait 3 -m x"),
         ("--port 9000 --wait=3 -m hvdtrain.mnist --port 1", "-m hvdtrain.mnist --port 1"),
         ("--interface eth0 train.py --interface x", "train.py --interface x"),
-        (
-            "--local-ranks 8 --oversubscribe /venv/bin/python3.12 -m hvdtrain.mnist --seed 1",
-            "-m hvdtrain.mnist --seed 1",
-        ),
+        ("--local-ranks 8 --oversubscribe /venv/bin/python3.12 -m hvdtrain.mnist --seed 1",
+            "-m hvdtrain.mnist --seed 1"),
         ("--local-ranks 8 python train.py", "train.py"),
         ("--local-ranks 8 -- -m hvdtrain.mnist -- x", "-m hvdtrain.mnist -- x"),
     ],
-)
+)  # fmt: skip
 def test_own_options_end_where_the_program_begins(words, program):
     options, rest = parse(words.split())
     assert rest == program.split()

@@ -5,9 +5,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -24,7 +22,7 @@ Mirrors = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def small(monkeypatch, tmp_path):
     """An empty cache and working directory, no proxies."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
@@ -35,24 +33,24 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def mirrors(monkeypatch: pytest.MonkeyPatch) -> Mirrors:
+def mirrors(monkeypatch):
     """Takes URLs: the small dataset is published there."""
     return lambda *urls: monkeypatch.setitem(mnist.PUBLISHED, "mnist", fake.published("mnist", urls))
 
 
 @pytest.fixture
-def over() -> Iterator[threading.Event]:
+def over():
     """For mirrors that never answer: set at the end of the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
-def good(directory: Path) -> bool:
+def good(directory):
     return all(gzip.decompress((directory / f"{name}.gz").read_bytes()) == fake.MNIST[name] for name in fake.NAMES)
 
 
-def failed(directory: Path | None) -> str:
+def failed(directory):
     with pytest.raises(UserError) as caught:
         mnist.load("mnist", directory)
     assert "\n" not in str(caught.value)
@@ -60,11 +58,11 @@ def failed(directory: Path | None) -> str:
     return str(caught.value)
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     return sorted(path.name for path in directory.rglob("*") if path.is_file())
 
 
-def test_into_the_named_directory_where_torchvision_has_it(tmp_path: Path, mirrors: Mirrors) -> None:
+def test_into_the_named_directory_where_torchvision_has_it(tmp_path, mirrors):
     said: list[str] = []
     with fake.mirror() as (url, asked):
         mirrors(url)
@@ -78,7 +76,7 @@ def test_into_the_named_directory_where_torchvision_has_it(tmp_path: Path, mirro
     mnist.load("mnist", tmp_path / "d")  # nothing
 
 
-def test_into_the_cache_when_no_directory_is_named(tmp_path: Path, mirrors: Mirrors) -> None:
+def test_into_the_cache_when_no_directory_is_named(tmp_path, mirrors):
     with fake.mirror() as (url, asked):
         mirrors(url)
         for _ in range(2):
@@ -88,7 +86,7 @@ def test_into_the_cache_when_no_directory_is_named(tmp_path: Path, mirrors: Mirr
     assert asked.total() == 4
 
 
-def test_without_a_cache(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache(tmp_path, mirrors, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
     with fake.mirror() as (url, _):
         mirrors(url)
@@ -97,7 +95,7 @@ def test_without_a_cache(tmp_path: Path, mirrors: Mirrors, monkeypatch: pytest.M
         assert good(tmp_path / "d/MNIST/raw")
 
 
-def test_a_target_that_cannot_be_written(tmp_path: Path, mirrors: Mirrors) -> None:
+def test_a_target_that_cannot_be_written(tmp_path, mirrors):
     with fake.mirror() as (url, asked):
         mirrors(url)
         (tmp_path / "d/MNIST").touch()
@@ -108,7 +106,7 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, mirrors: Mirrors) -> No
     assert not asked
 
 
-def test_the_next_mirror_is_taken(tmp_path: Path, mirrors: Mirrors) -> None:
+def test_the_next_mirror_is_taken(tmp_path, mirrors):
     with fake.mirror(lambda request: request.send_error(404)) as (bad, asked_bad), fake.mirror() as (url, asked):
         mirrors(DEAD, bad, url)
         mnist.load("mnist", tmp_path / "d")
@@ -117,14 +115,14 @@ def test_the_next_mirror_is_taken(tmp_path: Path, mirrors: Mirrors) -> None:
         assert asked.total() == 4
 
 
-def damaged_chunk(request: BaseHTTPRequestHandler) -> None:
+def damaged_chunk(request):
     request.send_response(200)
     request.send_header("Transfer-Encoding", "chunked")
     request.end_headers()
     request.wfile.write(b"zzz\r\n")
 
 
-def sent(body: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+def sent(body):
     return lambda request: fake.send(request, body)
 
 
@@ -137,7 +135,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_content_never_gets_its_name(tmp_path: Path, mirrors: Mirrors, case: str) -> None:
+def test_bad_content_never_gets_its_name(tmp_path, mirrors, case):
     answer, expected = BAD[case]
     with fake.mirror(answer) as (url, asked):
         mirrors(DEAD, url)
@@ -148,7 +146,7 @@ def test_bad_content_never_gets_its_name(tmp_path: Path, mirrors: Mirrors, case:
     assert names(tmp_path / "d") == []
 
 
-def test_the_mirrors_have_https() -> None:
+def test_the_mirrors_have_https():
     for name in ("mnist", "fashion-mnist"):
         assert all(url.startswith("https://") and url.endswith("/") for url in mnist.PUBLISHED[name].mirrors)
         assert len(mnist.PUBLISHED[name].mirrors) == 2
@@ -157,7 +155,7 @@ def test_the_mirrors_have_https() -> None:
 # Bounded in time
 
 
-def test_a_silent_name_server_is_left(mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
+def test_a_silent_name_server_is_left(mirrors, monkeypatch, over):
     monkeypatch.setattr(mnist, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: over.wait(60))  # knows no time limit
     mirrors("http://mirror.invalid/")
@@ -170,12 +168,10 @@ def test_a_silent_name_server_is_left(mirrors: Mirrors, monkeypatch: pytest.Monk
     ("limit", "pause", "expected"),
     [("SILENCE_SECONDS", 60, "no answer in|timed out"), ("TOTAL_SECONDS", 0.02, "not done after")],
 )
-def test_a_stalled_or_dripping_transfer_is_left(
-    limit: str, pause: float, expected: str, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, over: threading.Event
-) -> None:
+def test_a_stalled_or_dripping_transfer_is_left(limit, pause, expected, mirrors, monkeypatch, over):
     monkeypatch.setattr(mnist, limit, 0.4)
 
-    def answer(request: BaseHTTPRequestHandler) -> None:
+    def answer(request):
         fake.send(request, b"", length=10000)
         while not over.wait(pause):
             request.wfile.write(b"x")
@@ -187,9 +183,7 @@ def test_a_stalled_or_dripping_transfer_is_left(
         assert time.monotonic() - began < 30
 
 
-def test_a_later_start_tries_again_and_removes_what_a_killed_download_has_left(
-    tmp_path: Path, mirrors: Mirrors
-) -> None:
+def test_a_later_start_tries_again_and_removes_what_a_killed_download_has_left(tmp_path, mirrors):
     with fake.mirror(lambda request: request.send_error(503)) as (url, _):
         mirrors(url)
         failed(tmp_path / "d")

@@ -145,15 +145,10 @@ def jpeg(mode: str = "RGB", kind: str = "JPEG", **options) -> bytes:
 
 
 IMAGES = {
-    "colour": jpeg(),
-    "grey": jpeg("L"),
-    "progressive": jpeg(progressive=True),
-    "no pixel left out": jpeg(subsampling=0),
-    "four colours": jpeg("CMYK"),
-    "alpha": jpeg("RGBA", "PNG"),
-    "palette": jpeg("P", "PNG"),
-    "BMP": jpeg("RGB", "BMP"),
-}
+    "colour": jpeg(), "grey": jpeg("L"), "progressive": jpeg(progressive=True),
+    "no pixel left out": jpeg(subsampling=0), "four colours": jpeg("CMYK"), "alpha": jpeg("RGBA", "PNG"),
+    "palette": jpeg("P", "PNG"), "BMP": jpeg("RGB", "BMP"),
+}  # fmt: skip
 OF_PILLOW = {"four colours", "alpha", "palette", "BMP"}
 
 
@@ -404,17 +399,15 @@ REFUSALS = {
     "wrong directory": ("--data-dir {folder}/train", "{folder}/train/train does not exist"),
     "class without images": ("--data-dir {empty}", "Found no valid file for the classes white"),
     "other classes": ("--data-dir {other}", "train/ has 6 classes, val/ has 5: 'yellow' is only in train/"),
-    "weights of another model": (
-        "--data-dir {folder} --weights {tmp}/w.pt --model shufflenet_v2_x0_5",
-        "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: choose the --model, and data with as many",
-    ),
+    "weights of another model": ("--data-dir {folder} --weights {tmp}/w.pt --model shufflenet_v2_x0_5",
+        "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: choose the --model, and data with as many"),
     "no such model": ("--dataset synthetic --model resnet51", "--model resnet51: torchvision has no such classifier"),
     "model of another size": ("--dataset synthetic --model vit_b_16 --image-size 33", "--image-size 33"),
     "shards nowhere": ("--dataset shards --data-dir {tmp}/nowhere", "{tmp}/nowhere does not exist"),
     "folder as shards": ("--dataset shards --data-dir {folder}", "has neither train/*.tar nor train-*.tar"),
     "not these classes": ("--dataset shards --data-dir {tars} --classes 7", "--classes 7, but"),
     "negative workers": ("--workers -1", "'-1' is not a whole number of at least 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -70,9 +70,8 @@ if __name__ != '__main__':
         ["imported"], True,
     ),
     "-m NAME": (["-m", "numbers_of"], "", [], True),
-    "whose import ends the server": (
-        ["numbers_of.py"], "if __name__ != '__main__' and os.environ.pop('FIRST', ''): sys.exit(2)", [], False,
-    ),
+    "whose import ends the server": (["numbers_of.py"],
+        "if __name__ != '__main__' and os.environ.pop('FIRST', ''): sys.exit(2)", [], False),
     "in a notebook, which no server can import": (["-c", "import numbers_of; numbers_of.main()"], "", [], False),
 }  # fmt: skip
 
@@ -324,15 +323,11 @@ def sets_factor(worker):
         (ByFactor(), r"part 1 of sample \d+ is \d+ in a DataLoader worker, and \d+ in the rank", None, OF_MAIN),
         (ByFactor(), r"part 1 of sample \d+ is \d+ in a DataLoader worker, and \d+ in the rank", sets_factor, OF_INIT),
         (ByFactor(fails=True), "the rank can read the samples that a DataLoader worker could not", None, OF_MAIN),
-        (
-            OfDtype(),
-            r"part 1 of sample \d is \[1\] float32 in a DataLoader worker, and \[1\] float64 in the rank",
-            None,
-            OF_MAIN,
-        ),
+        (OfDtype(), r"part 1 of sample \d is \[1\] float32 in a DataLoader worker, and \[1\] float64 in the rank", None,
+            OF_MAIN),
         (TensorDataset(torch.ones(8, 1)), None, None, None),
     ],
-)
+)  # fmt: skip
 def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(
     data, line, init, remedy, worker_server, monkeypatch, capfd
 ):

@@ -317,14 +317,9 @@ def tar_of(path: Path, files: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) 
 def test_samples_are_those_that_webdataset_finds(kind, tmp_path):
     long = "d" * 90 + "/" + "e" * 60
     files = {
-        "a.JPG": b"A",
-        "a.jpg": b"second",
-        "a.cls": b" 1\n",
-        "b.cls": b"1",
-        "c.jpg": b"C",
-        "__x__": b"?",
+        "a.JPG": b"A", "a.jpg": b"second", "a.cls": b" 1\n", "b.cls": b"1", "c.jpg": b"C", "__x__": b"?",
         "d/e.f.jpg": b"D",
-    }
+    }  # fmt: skip
     files |= {"d/e.cls": b"2", "n": b"", "g.png": b"G", "g.jpg": b"J", "g.cls": b"cat", f"{long}.jpg": b"L" * 600}
     files |= {f"{long}.cls": b"3", "h.jpg": b"", "h.cls": b"-4", "i.jpg": b"I", "i.cls": b"9" * 19}
     path = tar_of(tmp_path / "odd.tar", files, kind)

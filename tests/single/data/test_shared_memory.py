@@ -35,16 +35,13 @@ def test_what_a_node_with_sixteen_cores_and_one_with_eight_ranks_need():
     ("asked", "free", "expected"),
     [
         (None, 4096 * MIB, (15, None)),
-        (
-            None,
-            1024 * MIB,
-            (6, "6 DataLoader workers instead of 15, which need 2,278 MiB: /dev/shm has 1,024 MiB left: "),
-        ),
+        (None, 1024 * MIB,
+            (6, "6 DataLoader workers instead of 15, which need 2,278 MiB: /dev/shm has 1,024 MiB left: ")),
         (4, 1024 * MIB, (4, None)),
         (0, 1 * MIB, (0, None)),
         (None, None, (15, None)),  # none here
     ],
-)
+)  # fmt: skip
 def test_automatic_workers_are_as_many_as_fit(asked, free, expected, left):
     left(free)
     workers, line = workers_that_fit(asked, 15, BATCH, 1, Path("/dev/shm"))

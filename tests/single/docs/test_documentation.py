@@ -141,13 +141,10 @@ def test_the_index_of_evidence_has_every_page():
     ("page", "row", "names"),
     [
         ("README.md", "killed, on two ranks", ["torch's recipe", "accelerate", "hvdtrain"]),
-        (
-            "docs/compared.md",
-            "the bits of an uninterrupted run",
-            ["torch's recipe", "accelerate", "Fabric", None, "hvdtrain"],
-        ),
+        ("docs/compared.md", "the bits of an uninterrupted run",
+            ["torch's recipe", "accelerate", "Fabric", None, "hvdtrain"]),
     ],
-)
+)  # fmt: skip
 def test_comparisons_repeat_what_was_measured_of_peers(page, row, names):
     measured = (ROOT / "docs/evidence/peers.md").read_text().replace("**", "")
     bits = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| 2 \|(?: [^|]+ \|){3} (\d of \d) \|", measured, re.M))

@@ -13,10 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = [
-    *sorted((ROOT / "hvdtrain").rglob("*.py")),
-    *sorted((ROOT / "launch").glob("*.py")),
-    ROOT / "launch" / "setup",
-]
+    *sorted((ROOT / "hvdtrain").rglob("*.py")), *sorted((ROOT / "launch").glob("*.py")), ROOT / "launch" / "setup",
+]  # fmt: skip
 SHELL = [path for suffix in ("sh", "sbatch", "pbs", "flux") for path in sorted((ROOT / "launch").glob(f"*.{suffix}"))]
 VALUE = "…"
 

@@ -277,11 +277,8 @@ class Gpu(SerialEngine):
 
 
 REPEATABLE = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-}
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

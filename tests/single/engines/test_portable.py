@@ -50,15 +50,8 @@ class Table(dict):
 
 
 DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.int16,
-]
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.int16,
+]  # fmt: skip
 ARRAYS = ["f4", "f8", ">i4", "?", "c16", "M8[ns]", "U3", "S2"]
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-(10**700), 10**700), st.floats(), st.text(), st.binary(),

@@ -135,14 +135,11 @@ ENDS = {  # what main does, variables, exit code, standard error
     "an error of the user": ("raise UserError('no such thing: do this')", {}, 2, "-c: error: no such thing: do this\n"),
     "what every rank knows, rank 0 says": ("raise UserError('x', everywhere=True)", FIRST, 2, "-c: error: x\n"),
     "what every rank knows, others do not say": ("raise UserError('x', everywhere=True)", SECOND, 2, ""),
-    "what one rank alone may know": (
-        "raise UserError('x')", SECOND, 2, f"-c: rank 1 on {socket.gethostname()}: error: x\n"
-    ),
+    "what one rank alone may know": ("raise UserError('x')", SECOND, 2,
+        f"-c: rank 1 on {socket.gethostname()}: error: x\n"),
     "a limit on threads": ("raise RuntimeError(\"can't start new thread\")", {}, 2, "ulimit -u"),
-    "a single sample for batch norm": (
-        "import torch; torch.nn.BatchNorm1d(2)(torch.ones(1, 2))",
-        {}, 2, "batch norm got a single sample, as the last step may leave one to a rank: write",
-    ),
+    "a single sample for batch norm": ("import torch; torch.nn.BatchNorm1d(2)(torch.ones(1, 2))", {}, 2,
+        "batch norm got a single sample, as the last step may leave one to a rank: write"),
     "an operation without a deterministic algorithm": (  # of a kernel that only GPUs have, in the words of torch 2.15
         "raise RuntimeError('adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set')",
         {}, 2, "adaptive_avg_pool2d_backward_cuda has no algorithm whose bits repeat: leave --deterministic out",

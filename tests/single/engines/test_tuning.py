@@ -15,12 +15,9 @@ from hvdtrain.engines.tuning import ABORT_DELAY, tuned_environment
 
 def test_everything_is_set_where_nothing_was():
     assert tuned_environment({}) == {
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "HOROVOD_WAKE_ON_ENQUEUE": "1",
-        "HOROVOD_CYCLE_TIME": "0.1",
-        "HOROVOD_CACHE_CAPACITY": "65536",
-        "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    }
+        "OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_WAKE_ON_ENQUEUE": "1", "HOROVOD_CYCLE_TIME": "0.1",
+        "HOROVOD_CACHE_CAPACITY": "65536", "HOROVOD_DISABLE_GROUP_FUSION": "1",
+    }  # fmt: skip
 
 
 def test_what_the_user_set_stays():
@@ -78,15 +75,13 @@ def test_the_last_bucket_is_a_small_part_of_a_model():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "nowhere.invalid",
-            r"name nowhere\.invalid does not resolve.*: add `127.0.0.1 nowhere\.invalid` to /etc/hosts",
-        ),
+        ("nowhere.invalid",
+            r"name nowhere\.invalid does not resolve.*: add `127.0.0.1 nowhere\.invalid` to /etc/hosts"),
         ("h" * 64, "does not resolve, and Gloo needs it"),  # which Python cannot encode
         (os.fsdecode(b"\xff\xfex"), "does not resolve, and Gloo needs it"),
         ("192.0.2.1", r"own name 192\.0\.2\.1 resolves to 192\.0\.2\.1, which is not an address of this host"),
     ],
-)
+)  # fmt: skip
 def test_a_host_whose_own_name_is_not_its_own_is_refused_before_gloo_crashes(name, said):
     refuse_unknown_own_name("localhost")
     with pytest.raises(UserError, match=said):

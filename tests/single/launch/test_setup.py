@@ -32,7 +32,7 @@ from tests.waiting import wait_for  # noqa: E402
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     root = tmp_path / "check out"
     copytree(LAUNCH, root / "launch", ignore=ignore_patterns("__pycache__"))
     copy(LAUNCH.parent / "pyproject.toml", root)
@@ -40,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def setup(root: Path, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+def setup(root, *arguments, **env):
     """Run launch/setup, which finds nothing to install: it ends with 2 at the latest when it installs."""
     fixed = ["--cache-dir", root / "cache", "--offline", root / "empty"]
     command = [sys.executable, str(root / "launch" / "setup"), *map(str, [*fixed, *arguments])]
@@ -53,11 +53,11 @@ def setup(root: Path, *arguments: str | Path, **env: str) -> subprocess.Complete
 # ------------------------------------------------------------------------------------------------------------ .venv
 
 
-def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_options(checkout: Path) -> None:
+def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_options(checkout):
     venv = checkout / ".venv"
     record = venv / "hvdtrain-setup.json"
 
-    def run(*arguments: str, state: str = "", **env: str) -> tuple[bool, str]:
+    def run(*arguments, state="", **env):
         """Return whether .venv was created, and the requirements."""
         if state:
             record.write_text(re.sub(r'"state": "\w+"', f'"state": "{state}"', record.read_text()))
@@ -106,13 +106,13 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
         (["--cpu", "--gpu"], "argument --gpu: not allowed with argument --cpu"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_done(arguments: list[str], said: str, checkout: Path) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_done(arguments, said, checkout):
     assert said in setup(checkout, *arguments).stderr.splitlines()[-1]
     assert not (checkout / ".venv").exists()
 
 
 @pytest.mark.parametrize("inside", ["", "wheels/key", "uv-0"])
-def test_a_cache_in_which_every_user_may_write_is_not_used(inside: str, checkout: Path) -> None:
+def test_a_cache_in_which_every_user_may_write_is_not_used(inside, checkout):
     """Its wheels are installed, and its uv is run."""
     directory = checkout / "cache" / inside
     directory.mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_a_cache_in_which_every_user_may_write_is_not_used(inside: str, checkout
     assert not (checkout / ".venv").exists()
 
 
-def test_a_venv_that_is_not_ours_is_left_alone(checkout: Path) -> None:
+def test_a_venv_that_is_not_ours_is_left_alone(checkout):
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / "precious").write_text("mine")
     assert "--fresh" in setup(checkout).stderr
@@ -145,7 +145,7 @@ sys.addaudithook(count)
 """
 
 
-def killed(checkout: Path, at: int, *arguments: str) -> str:
+def killed(checkout, at, *arguments):
     """Run a set-up, and return the change before which it was killed: the last one is the start of `python -m venv`."""
     (checkout / "killed").mkdir(exist_ok=True)
     (checkout / "killed" / "sitecustomize.py").write_text(KILLED_AT)
@@ -159,7 +159,7 @@ def killed(checkout: Path, at: int, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("old", ["none", "a complete one"])
-def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old: str, checkout: Path) -> None:
+def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old, checkout):
     venv = checkout / ".venv"
     at, event = 0, ""
     while event != "subprocess.Popen":
@@ -175,9 +175,7 @@ def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old: str, ch
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGKILL])
-def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
-    number: signal.Signals, checkout: Path
-) -> None:
+def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(number, checkout):
     programs = checkout / "programs"
     programs.mkdir()
     (programs / "uv").write_text(  # installs for long; the part that writes is in a session of its own
@@ -198,7 +196,7 @@ def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(
     assert not venv_state.orphans(checkout)
 
 
-def test_two_setups_at_once_wait_for_each_other(checkout: Path) -> None:
+def test_two_setups_at_once_wait_for_each_other(checkout):
     command = [sys.executable, checkout / "launch" / "setup", "--offline", checkout / "empty"]
     environment = os.environ | {"CXX": "/no", "XDG_CACHE_HOME": str(checkout)}
     with steps.only_one(checkout / ".venv-setup.lock", "test"):
@@ -215,7 +213,7 @@ TARGETS = re.findall(r"[\w-]+", re.findall(r"^\.PHONY:(.+)", (LAUNCH.parent / "M
 
 
 @pytest.mark.parametrize("target", sorted({*TARGETS} - {"lint", "gpu"}))  # the one takes seconds, the other is a script
-def test_sigterm_to_make_ends_what_it_started(target: str, tmp_path: Path) -> None:
+def test_sigterm_to_make_ends_what_it_started(target, tmp_path):
     copy(LAUNCH.parent / "Makefile", tmp_path)
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -240,7 +238,7 @@ def test_sigterm_to_make_ends_what_it_started(target: str, tmp_path: Path) -> No
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+def program(monkeypatch):
     """launch/setup as a module, which has no suffix."""
     loader = importlib.machinery.SourceFileLoader("setup_program", str(LAUNCH / "setup"))
     spec = importlib.util.spec_from_loader(loader.name, loader)
@@ -252,9 +250,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_the_environment_that_set_up_runs_in_is_left(
-    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_environment_that_set_up_runs_in_is_left(program, monkeypatch, tmp_path):
     """Its mpicxx and its Open MPI are not the system's, which `--mpi system` means."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", "/usr")
@@ -332,10 +328,8 @@ def test_space_is_asked_for(
         (errno.EIO, "error: 'FILE'", 1),
     ],
 )
-def test_an_error_of_the_system_is_one_line_with_its_remedy(
-    number: int, remedy: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def main() -> None:
+def test_an_error_of_the_system_is_one_line_with_its_remedy(number, remedy, code, capsys):
+    def main():
         raise OSError(number, os.strerror(number), "FILE")
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -349,8 +343,8 @@ def test_an_error_of_the_system_is_one_line_with_its_remedy(
     assert remedy in line
 
 
-def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> Path:
+def test_a_place_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    def nowhere():
         raise RuntimeError("Could not determine home directory.")
 
     steps.require_writable(tmp_path)
@@ -372,11 +366,8 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n", Refusal, "sha256"),
         ("WARNING: Retrying ... NewConnectionError\nERROR: No matching distribution\n", Refusal, "--offline DIR"),
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n", Refusal, "space"),
-        (
-            "ERROR: Could not install packages due to an OSError: [Errno 122] Disk quota exceeded",
-            Refusal,
-            "free some space",
-        ),
+        ("ERROR: Could not install packages due to an OSError: [Errno 122] Disk quota exceeded", Refusal,
+            "free some space"),
         ("RuntimeError: can't start new thread", Refusal, "ulimit -u"),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", Refusal, "ulimit -u"),
         (
@@ -387,8 +378,8 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
         ),
         ("ERROR: Cannot install a and b\n", BuildFailure, "Cannot install a and b"),
     ],
-)
-def test_what_pip_says_becomes_one_line(output: str, kind: type[Exception], words: str) -> None:
+)  # fmt: skip
+def test_what_pip_says_becomes_one_line(output, kind, words):
     failure = installer.pip_failure(output, "install it", offline=None)
     assert isinstance(failure, kind)
     assert words in str(failure)
@@ -398,7 +389,7 @@ def test_what_pip_says_becomes_one_line(output: str, kind: type[Exception], word
 # ------------------------------------------------------------------------------------------------------- uv and pip
 
 
-def test_uv_is_told_what_pip_is_configured_with() -> None:
+def test_uv_is_told_what_pip_is_configured_with():
     shown = (
         ":env:.cache-dir='~/big disk'\n:env:.find-links='/b /c'\n:env:.no-cache-dir='off'\n:env:.no-input='1'\n"
         "freeze.timeout='1'\n"
@@ -442,9 +433,7 @@ echo "pip $*," >> "$SAID"
         ({"FAKE_CODE": "1"}, True, ["uv --offline", "uv .*, .* 1", "pip .* a b==1 --no-index --find-links .*,"]),
     ],
 )
-def test_uv_installs_or_else_pip(
-    env: dict[str, str], offline: bool, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_installs_or_else_pip(env, offline, said, tmp_path, monkeypatch):
     for name, text in (("uv", UV), ("python", PIP)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -459,19 +448,17 @@ def test_uv_installs_or_else_pip(
         assert re.match(pattern, line), (pattern, line)
 
 
-def test_a_uv_for_another_processor_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uv_for_another_processor_is_not_used(tmp_path, monkeypatch):
     (tmp_path / "uv").write_bytes(b"\x7fELF of another")
     (tmp_path / "uv").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert installer.find_uv(installer.Pip(Path(sys.executable), tmp_path / "log", tmp_path), tmp_path) is None
 
 
-def test_an_index_without_uv_fills_a_directory_all_the_same(
-    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_index_without_uv_fills_a_directory_all_the_same(program, monkeypatch, tmp_path):
     asked: list[str] = []
 
-    def pip(*arguments: str | Path, doing: str) -> None:
+    def pip(*arguments, doing):
         asked.extend(map(str, arguments))
         if any(str(argument).startswith("uv==") for argument in arguments):
             raise Refusal("no uv in the package index")
@@ -490,7 +477,7 @@ def test_an_index_without_uv_fills_a_directory_all_the_same(
 
 
 @pytest.fixture
-def activated(tmp_path: Path) -> Path:
+def activated(tmp_path):
     """An environment's bin/activate, as root sees it."""
     venv = tmp_path / "my env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
@@ -506,7 +493,7 @@ def activated(tmp_path: Path) -> Path:
 SHOW = 'echo "${OMPI_ALLOW_RUN_AS_ROOT:-unset} ${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-unset}"'
 
 
-def shell(activate: Path, *lines: str, options: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+def shell(activate, *lines, options=(), **env):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "_HVDTRAIN"))}
     clean["PATH"] = f"{activate.parents[2]}{os.pathsep}{clean['PATH']}"
     script = "\n".join((f'. "{activate}"', *lines))
@@ -514,7 +501,7 @@ def shell(activate: Path, *lines: str, options: tuple[str, ...] = (), **env: str
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean | env)
 
 
-def test_root_may_start_mpirun_until_it_deactivates_and_others_are_left_alone(activated: Path) -> None:
+def test_root_may_start_mpirun_until_it_deactivates_and_others_are_left_alone(activated):
     done = shell(activated, SHOW, "deactivate", SHOW, options=("-eu",))
     assert done.stdout.split("\n") == ["1 1", "unset unset", ""]
     assert done.stderr == ""  # only who types is told

@@ -171,10 +171,8 @@ def test_where_no_launcher_runs_a_server_there_is_none():
 
 
 ODD = [
-    b"hello, who is there?\r\n\r\n",
-    b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nall",
-    b"",
-]
+    b"hello, who is there?\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nall", b"",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", [*ODD, b"HTTP/1.0 200 OK\r\n" + b"a: b\r\n" * 30_000])

@@ -33,10 +33,8 @@ def window(*ranks: RankTimes, steps=50, rate=1234.5) -> Window:
 
 def test_shares_are_of_all_ranks_time():
     assert shares([rank(1, 6, 3), rank(3, 6, 1)]) == {
-        "loading_share": 0.2,
-        "compute_share": 0.6,
-        "communication_share": 0.2,
-    }
+        "loading_share": 0.2, "compute_share": 0.6, "communication_share": 0.2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -139,10 +137,8 @@ def test_settings_are_counted_and_said_in_full_where_asked_for():
         "           GPU left idle",
     ]
     assert automatic(notes, verbose=True) == [
-        "automatic: A=1",
-        "           malloc keeps freed memory",
-        "           GPU left idle",
-    ]
+        "automatic: A=1", "           malloc keeps freed memory", "           GPU left idle",
+    ]  # fmt: skip
     assert automatic(["GPU left idle"], verbose=False) == ["automatic: GPU left idle"]
     assert automatic([], verbose=False) == []
 

@@ -36,12 +36,10 @@ def coarse(monkeypatch):
 PICTURES = {
     "classifier": ["Loss (line: training, dots: test set)", "Accuracy (line: training, dots: test set)"],
     "regression": ["Loss (line: training, dots: test set)"],
-    "language": [
-        "Loss (line: training, dots: validation set)",
-        "Perplexity (dots: validation set, triangles: evaluations)",
-    ],
+    "language": ["Loss (line: training, dots: validation set)",
+        "Perplexity (dots: validation set, triangles: evaluations)"],
     "gan": ["Critic loss (line: training)", "Generator loss (line: training)"],
-}
+}  # fmt: skip
 SHOWN = {
     "classifier": {"test accuracy": "90.00% of 500", "test loss": "0.4 of 500", "samples/s": "51"},
     "regression": {"test loss": "0.5 of 500", "best test loss": "0.25 in epoch 1"},

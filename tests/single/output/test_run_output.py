@@ -57,12 +57,8 @@ def refuse(word):
 
 def test_numbers_that_are_not_finite_are_strings_which_the_report_reads_as_numbers(engine, tmp_path):
     values = {
-        "loss": math.nan,
-        "high": math.inf,
-        "low": -math.inf,
-        "accuracy": 0.5,
-        "vector": torch.tensor([math.nan, 1]),
-    }
+        "loss": math.nan, "high": math.inf, "low": -math.inf, "accuracy": 0.5, "vector": torch.tensor([math.nan, 1]),
+    }  # fmt: skip
     with RunOutput(engine, tmp_path, progress=False) as output:
         output.open(continued=False)
         output.event("evaluate", **values)
