@@ -28,9 +28,8 @@ CASES = {
     "before training": ([START, END], [(5.0, "kill")], 0.0),
     "again before the next one trained": ([START, SAVED, AGAIN, RESUMED, END], [(17.5, "kill"), (25.0, "kill")], 4.5),
     "completed as the fault struck": ([START, AGAIN, RESUMED, END], [(17.5, "kill")], 0.0),
-    "resumed, and saved nothing since": (
-        [START, SAVED, (20, "start"), (20, "resume", 3), AGAIN, RESUMED], [(14.0, "kill"), (22.5, "kill")], 3.5,
-    ),
+    "resumed, and saved nothing since": ([START, SAVED, (20, "start"), (20, "resume", 3), AGAIN, RESUMED],
+        [(14.0, "kill"), (22.5, "kill")], 3.5),
 }  # fmt: skip
 
 
