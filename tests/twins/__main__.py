@@ -81,9 +81,8 @@ def run(engine: str, ranks: int, names: list[str]) -> Iterator[Verdicts]:
     while names:
         more = run_once(engine, ranks, names[:AT_ONCE])
         if not more:
-            raise SystemExit(
-                f"{engine}, {ranks} ranks: nothing was run: {' '.join(command(engine, ranks, 'DIRECTORY'))}"
-            )
+            words = " ".join(command(engine, ranks, "DIRECTORY"))
+            raise SystemExit(f"{engine}, {ranks} ranks: nothing was run: {words}")
         yield more
         names = [name for name in names if name not in more]
 
@@ -98,17 +97,11 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="twins whose name contains this; joined by commas")
     parser.add_argument("--ways", metavar="WAYS", default="", help="such as horovod2,ddp3")
     parser.add_argument("--list", action="store_true", help="print the names, and what has no twin")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        nargs="+",
-        help="write the verdicts, and run none that is in it; with --table, read all",
-    )
+    how = "write the verdicts, and run none that is in it; with --table, read all"
+    parser.add_argument("--json", type=Path, metavar="FILE", nargs="+", help=how)
     parser.add_argument("--table", action="store_true", help="write docs/evidence/twins.md of --json FILE")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="print each verdict, not only those that are not as in torch"
-    )
+    how = "print each verdict, not only those that are not as in torch"
+    parser.add_argument("-v", "--verbose", action="store_true", help=how)
     flags = parser.parse_args()
     words = [word for word in flags.only.split(",") if word]
     warnings.simplefilter("ignore")  # of torch, about what is deprecated
@@ -132,13 +125,8 @@ def main() -> int:
                     print(f"{engine} {ranks}  {name}: {verdict.kind} {verdict.detail}", flush=True)
             if flags.json:
                 flags.json[0].write_text(json.dumps(table, indent=0))
-        print(
-            engine,
-            ranks,
-            dict(Counter(verdict.kind for verdict in verdicts.values())),
-            f"{time.monotonic() - began:.0f} s",
-            flush=True,
-        )
+        kinds = dict(Counter(verdict.kind for verdict in verdicts.values()))
+        print(engine, ranks, kinds, f"{time.monotonic() - began:.0f} s", flush=True)
     if not words and len(ways) == len(WAYS):
         PAGE.write_text(page(table))
     return 0

@@ -1,5 +1,6 @@
 """What cannot be guessed of the constructors of torch: by the name of a parameter, or for one class."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,8 @@ BY_PARAMETER: dict[str, Any] = {
     "downscale_factor": 2, "size": 6, "num_layers": 1, "groups": 2, "dropout": 0.0,
 }  # fmt: skip
 
-
-def encoder_layer() -> nn.Module:
-    return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
-
-
-def decoder_layer() -> nn.Module:
-    return nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)
-
+encoder_layer = partial(nn.TransformerEncoderLayer, 4, 2, 8, 0.0, batch_first=True)
+decoder_layer = partial(nn.TransformerDecoderLayer, 4, 2, 8, 0.0, batch_first=True)
 
 # Of a class: what its constructor gets.
 BY_CLASS: dict[str, Any] = {
@@ -49,16 +44,9 @@ BY_CLASS: dict[str, Any] = {
 }  # fmt: skip
 # No layer of one input: containers and what only others use, and bases without a forward.
 NO_LAYERS = {
-    "Module",
-    "Container",
-    "ModuleList",
-    "ModuleDict",
-    "ParameterList",
-    "ParameterDict",
-    "RNNCellBase",
-    "RNNBase",
+    "Module", "Container", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "RNNCellBase", "RNNBase",
     "DataParallel",
-}
+}  # fmt: skip
 # Which need two calls; tried as a pair with their pooling.
 UNPOOL = {"MaxUnpool1d": nn.MaxPool1d, "MaxUnpool2d": nn.MaxPool2d, "MaxUnpool3d": nn.MaxPool3d}
 
@@ -77,13 +65,8 @@ LOADER: dict[str, list[Any]] = {
     "persistent_workers": [True], "pin_memory_device": ["cpu"], "in_order": [False],
 }  # fmt: skip
 NEEDS_WORKERS = {
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-}
+    "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers", "in_order",
+}  # fmt: skip
 
 
 def dtypes() -> list[torch.dtype]:

@@ -3,6 +3,7 @@
 import inspect
 from collections import namedtuple
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.utils.data import (
     StackDataset,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
@@ -72,28 +72,20 @@ class Growing(Sampler[int]):
 
 
 WEIGHTS = torch.linspace(0.1, 1, SAMPLES)
-# By class of torch: the constructors to try, and whether the samples are drawn at random.
+# By class of torch: the constructors to try, of the data.
 SAMPLERS: dict[str, dict[str, Any]] = {
-    "SequentialSampler": {
-        "": lambda data: SequentialSampler(data),
-        "over a range": lambda data: SequentialSampler(range(13)),
-    },
-    "RandomSampler": {
-        "": lambda data: RandomSampler(data),
-        "replacement=True": lambda data: RandomSampler(data, replacement=True),
-        "num_samples=20": lambda data: RandomSampler(data, num_samples=20),
-        "num_samples=40": lambda data: RandomSampler(data, num_samples=40),
+    "SequentialSampler": {"": SequentialSampler, "over a range": lambda data: SequentialSampler(range(13))},
+    "RandomSampler": {"": RandomSampler, "replacement=True": partial(RandomSampler, replacement=True),
+        "num_samples=20": partial(RandomSampler, num_samples=20),
+        "num_samples=40": partial(RandomSampler, num_samples=40),
         "generator": lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(3)),
-        "over a range": lambda data: RandomSampler(range(13)),
-    },
+        "over a range": lambda data: RandomSampler(range(13))},
     "SubsetRandomSampler": {"": lambda data: SubsetRandomSampler(range(5, 27))},
-    "WeightedRandomSampler": {
-        "": lambda data: WeightedRandomSampler(WEIGHTS, 25),
-        "replacement=False": lambda data: WeightedRandomSampler(WEIGHTS, 25, replacement=False),
-    },
+    "WeightedRandomSampler": {"": lambda data: WeightedRandomSampler(WEIGHTS, 25),
+        "replacement=False": lambda data: WeightedRandomSampler(WEIGHTS, 25, replacement=False)},
     "DistributedSampler": {"": lambda data: DistributedSampler(data, 1, 0)},
     "BatchSampler": {},  # below, as a batch_sampler
-}
+}  # fmt: skip
 LISTED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 OWN = {
     "a subclass of SequentialSampler": EveryOther, "a subclass of RandomSampler": FirstTwice, "a list": lambda data: LISTED,
@@ -102,31 +94,30 @@ OWN = {
 BY_SEED = "a shuffled order is hvdtrain's own, by --seed, as a line says"
 OF_ONE_RANK = "with drop_last, an evaluation leaves out less than a batch of one rank, not of all, as a line says"
 WHOLE = "a batch of a batch_sampler stays whole, on one rank"
+UNEQUAL = [list(range(3)), list(range(3, 13)), list(range(13, 18)), [18], list(range(19, 31))]
 
 
 def samplers() -> Iterator[Twin]:
+    def sampled(make: Any, data: Any, batch: int) -> DataLoader[Any]:
+        return DataLoader(data, batch, sampler=make(data))
+
+    def batched(drop: bool, data: Any, batch: int) -> DataLoader[Any]:
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4 if drop else batch, drop))
+
     for name, _ in classes(torch.utils.data, Sampler):
         if name not in SAMPLERS:
             SKIPPED[f"sampler {name}"] = "unknown"
         for how, make in SAMPLERS.get(name, {}).items():
-            yield Twin(
-                f"sampler {name} {how}".strip(),
-                loader=lambda data, batch, make=make: DataLoader(data, batch, sampler=make(data)),
-                draws=name == "WeightedRandomSampler" or how.startswith(("replacement", "num_samples")),
-                differs=BY_SEED if how == "generator" else "",
-                says="order by --seed" if how == "generator" else "",
-            )
+            draws = name == "WeightedRandomSampler" or how.startswith(("replacement", "num_samples"))
+            told = dict(differs=BY_SEED, says="order by --seed") if how == "generator" else {}
+            yield Twin(f"sampler {name} {how}".strip(), loader=partial(sampled, make), draws=draws, **told)
     for name, make in OWN.items():
-        loader = lambda data, batch, make=make: DataLoader(data, batch, sampler=make(data))  # noqa: E731
-        yield Twin(f"sampler {name}", loader=loader)
+        yield Twin(f"sampler {name}", loader=partial(sampled, make))
     for drop in (False, True):
-        loader = lambda data, batch, drop=drop: DataLoader(  # noqa: E731
-            data, batch_sampler=BatchSampler(SequentialSampler(data), 4 if drop else batch, drop)
-        )
         differs = WHOLE if drop else ""  # which, of as many samples, the whole batch of the plain loop is made of
+        loader = partial(batched, drop)
         yield Twin(f"batch sampler BatchSampler, drop_last={drop}", loader=loader, differs=differs, differs_alone=False)
-    unequal = [list(range(3)), list(range(3, 13)), list(range(13, 18)), [18], list(range(19, 31))]
-    listed = lambda data, batch: DataLoader(data, batch_sampler=unequal)  # noqa: E731
+    listed = lambda data, batch: DataLoader(data, batch_sampler=UNEQUAL)  # noqa: E731
     yield Twin("batch sampler a list of unequal batches", loader=listed, differs=WHOLE, differs_alone=False)
 
 
@@ -142,40 +133,44 @@ def begin(worker: int) -> None:
 
 
 def loader_options() -> Iterator[Twin]:
+    def loaded(option: str, value: Any, data: Any, batch: int) -> DataLoader[Any]:
+        own = {"collate_fn": collate, "worker_init_fn": begin, "generator": torch.Generator().manual_seed(3)}
+        workers = {"num_workers": 1} if option in arguments.NEEDS_WORKERS else {}
+        shuffle = {"shuffle": True} if option == "generator" else {}
+        given = {"batch_size": batch, option: own[option] if value == "own" else value}
+        return DataLoader(data, **given, **workers, **shuffle)
+
     for option in inspect.signature(DataLoader.__init__).parameters:
         if option in ("self", "dataset"):
             continue
         if option not in arguments.LOADER:
             SKIPPED[f"DataLoader {option}"] = "unknown"
-            continue
-        for value in arguments.LOADER[option]:
-
-            def loader(data: Dataset[Any], batch: int, option: str = option, value: Any = value) -> DataLoader[Any]:
-                own = {"collate_fn": collate, "worker_init_fn": begin, "generator": torch.Generator().manual_seed(3)}
-                given = {option: own[option] if value == "own" else value}
-                if option in arguments.NEEDS_WORKERS:
-                    given["num_workers"] = 1
-                if option == "generator":
-                    given["shuffle"] = True
-                return DataLoader(data, **({"batch_size": batch} | given))
-
+        for value in arguments.LOADER.get(option, []):
             yield Twin(
-                f"DataLoader {option}={value}",
-                loader=loader,
+                f"DataLoader {option}={value}", loader=partial(loaded, option, value), differs_alone=option != "drop_last",
                 differs={"generator": BY_SEED, "drop_last": OF_ONE_RANK}.get(option, ""),
-                differs_alone=option != "drop_last",
                 says={"generator": "order by --seed", "drop_last": "leaves out"}.get(option, ""),
                 brief=option in arguments.NEEDS_WORKERS,
-            )
+            )  # fmt: skip
 
 
 # ---- data sets
 
 Pair = namedtuple("Pair", ["x", "y"])
+FORMS = {  # what an item is of x and y, and x and y of a batch of such items
+    "a dictionary": (lambda x, y, i: {"x": x, "y": y}, lambda batch: (batch["x"], batch["y"])),
+    "a named tuple": (lambda x, y, i: Pair(x, y), lambda batch: batch),
+    "a list": (lambda x, y, i: [x, y], lambda batch: batch),
+    "nested": (lambda x, y, i: {"in": (x, {"y": y})}, lambda batch: (batch["in"][0], batch["in"][1]["y"])),
+    "numpy arrays": (lambda x, y, i: (x.numpy(), y.numpy()), lambda batch: batch),
+    "with a string": (lambda x, y, i: {"x": x, "y": y, "name": str(i)}, lambda batch: (batch["x"], batch["y"])),
+    "numbers": (lambda x, y, i: (x, float(y)), lambda batch: (batch[0], batch[1].float().unsqueeze(1))),
+    "one tensor": (lambda x, y, i: torch.cat([x, y]), lambda batch: (batch[:, :-1], batch[:, -1:])),
+}
 
 
 class Kept(Dataset[Any]):
-    """Samples of another form. form: of what an item is."""
+    """Samples of another form."""
 
     def __init__(self, form: str):
         self.data, self.form = numbered(), form
@@ -184,24 +179,7 @@ class Kept(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, i: int) -> Any:
-        x, y = self.data[i]
-        return {
-            "a dictionary": {"x": x, "y": y}, "a named tuple": Pair(x, y), "a list": [x, y], "nested": {"in": (x, {"y": y})},
-            "numpy arrays": (x.numpy(), y.numpy()), "with a string": {"x": x, "y": y, "name": str(i)},
-            "numbers": (x, float(y)), "one tensor": torch.cat([x, y]),
-        }[self.form]  # fmt: skip
-
-
-def read(form: str, batch: Any) -> tuple[Tensor, Tensor]:
-    if form == "nested":
-        return batch["in"][0], batch["in"][1]["y"]
-    if form == "one tensor":
-        return batch[:, :-1], batch[:, -1:]
-    if form == "numbers":
-        return batch[0], batch[1].float().unsqueeze(1)
-    if isinstance(batch, dict):
-        return batch["x"], batch["y"]
-    return batch[0], batch[1]
+        return FORMS[self.form][0](*self.data[i], i)
 
 
 class Together(Dataset[Any]):
@@ -254,41 +232,32 @@ class Numbers(IterableDataset[Any]):
         return (data[i] for i in range(self.first, self.last) if i % part[1] == part[0])
 
 
+KNOWN = {
+    "TensorDataset": numbered,
+    "Subset": lambda: Subset(numbered(), range(3, 29)),
+    "ConcatDataset": lambda: ConcatDataset([Subset(numbered(), range(10)), Subset(numbered(), range(10, 31))]),
+    "StackDataset": lambda: StackDataset(*(part for part in numbered().tensors)),
+    "IterableDataset": Stream,
+    "ChainDataset": lambda: ChainDataset([Numbers(0, 10), Numbers(10, 31)]),
+}
+OTHERS = {
+    "random_split": lambda: random_split(numbered(), [25, 6], torch.Generator().manual_seed(1))[0],
+    "IterableDataset with state_dict": Resumable,
+    "with __getitems__": Together,
+    "Subset of one with __getitems__": lambda: Subset(Together(), range(25)),
+}
+
+
 def datasets() -> Iterator[Twin]:
-    known = {
-        "TensorDataset": numbered,
-        "Subset": lambda: Subset(numbered(), range(3, 29)),
-        "ConcatDataset": lambda: ConcatDataset([Subset(numbered(), range(10)), Subset(numbered(), range(10, 31))]),
-        "StackDataset": lambda: StackDataset(*(part for part in numbered().tensors)),
-        "IterableDataset": Stream,
-        "ChainDataset": lambda: ChainDataset([Numbers(0, 10), Numbers(10, 31)]),
-    }
+    def loss(form: str, model: nn.Module, *batch: Any) -> Tensor:
+        return squares(model, *FORMS[form][1](batch if len(batch) > 1 else batch[0]))
+
     for name, _ in classes(torch.utils.data, Dataset):
-        if name in known:
-            yield Twin(f"dataset {name}", data=known[name])
-        else:
+        if name not in KNOWN:
             SKIPPED[f"dataset {name}"] = "unknown"
-    yield Twin(
-        "dataset random_split", data=lambda: random_split(numbered(), [25, 6], torch.Generator().manual_seed(1))[0]
-    )
-    yield Twin("dataset IterableDataset with state_dict", data=Resumable)
-    yield Twin("dataset with __getitems__", data=Together)
-    yield Twin("dataset Subset of one with __getitems__", data=lambda: Subset(Together(), range(25)))
-    for form in (
-        "a dictionary",
-        "a named tuple",
-        "a list",
-        "nested",
-        "numpy arrays",
-        "with a string",
-        "numbers",
-        "one tensor",
-    ):
-
-        def loss(model: nn.Module, *batch: Any, form: str = form) -> Tensor:
-            return squares(model, *read(form, batch if len(batch) > 1 else batch[0]))
-
-        yield Twin(f"dataset items: {form}", data=lambda form=form: Kept(form), loss=loss)
-
-
-__all__ = ["TensorDataset", "datasets", "loader_options", "samplers"]
+    for name in sorted(KNOWN):
+        yield Twin(f"dataset {name}", data=KNOWN[name])
+    for name, make in OTHERS.items():
+        yield Twin(f"dataset {name}", data=make)
+    for form in FORMS:
+        yield Twin(f"dataset items: {form}", data=partial(Kept, form), loss=partial(loss, form))

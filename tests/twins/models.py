@@ -1,8 +1,8 @@
 """Twins of what a model is made of: layers, losses, parametrizations, pruning, checkpointing, compilation."""
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.twins import arguments
-from tests.twins.twin import SKIPPED, WIDTH, Twin, classes, network
+from tests.twins.twin import SKIPPED, WIDTH, Twin, changed, classes, network, short
 
 # ---- layers
 
@@ -33,6 +33,11 @@ class Around(nn.Module):
             width = self.features(torch.randn(4, WIDTH)).shape[1]
             layer.train(training)
         self.head = nn.Linear(width, 1)
+
+    @classmethod
+    def of(cls, name: str, what: type, shape: tuple[int, ...]) -> "Around":
+        layer = made(name, what)
+        return cls(layer, shape, inputs_of(layer), whole=name.startswith("Embedding"))
 
     def features(self, x: Tensor) -> Tensor:
         made = self.stem(x).unflatten(1, self.shape)
@@ -86,39 +91,29 @@ def layers() -> Iterator[Twin]:
         if name in arguments.NO_LAYERS or "Loss" in name:
             continue
         shapes = [shape for end, shape in SHAPES.items() if name.endswith(end)] or OTHERS
-        whole = name.startswith("Embedding")
         found, why = None, ""
         for shape in shapes:
             try:
                 torch.manual_seed(0)
-                layer = made(name, what)
-                around = Around(layer, shape, inputs_of(layer), whole)
+                around = Around.of(name, what, shape)
                 found = found or shape
                 if by_sample(around):  # else the first dimension may be that of a sequence
                     found = shape
                     break
             except Exception as error:
-                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+                why = short(error)
         if found is None:
             SKIPPED[f"layer {name}"] = why
             continue
-
-        def model(
-            name: str = name, what: type = what, shape: tuple[int, ...] = found, whole: bool = whole
-        ) -> nn.Module:
-            layer = made(name, what)
-            return Around(layer, shape, inputs_of(layer), whole)
-
-        frozen = {"find_unused_parameters": True} if whole else {}
-        yield Twin(f"layer {name}", model=model, prepare=frozen, keeps=any(True for _ in layer.state_dict()))
+        frozen = {"find_unused_parameters": True} if around.whole else {}
+        keeps = bool(around.layer.state_dict())
+        yield Twin(f"layer {name}", model=partial(Around.of, name, what, found), prepare=frozen, keeps=keeps)
 
 
 # ---- losses
 
-WITH_WEIGHTS = {
-    "AdaptiveLogSoftmaxWithLoss": [""],
-    "LinearCrossEntropyLoss": ["mean", "sum", "none"],
-}  # their own; and reductions
+MEANS = ["mean", "sum", "none"]
+WITH_WEIGHTS = {"AdaptiveLogSoftmaxWithLoss": [""], "LinearCrossEntropyLoss": MEANS}  # their own; and reductions
 
 
 class Inside(nn.Module):
@@ -159,66 +154,49 @@ def loss_calls(out: Tensor, x: Tensor) -> Iterator[tuple[str, tuple[Tensor, ...]
     yield "sequences", (logs, known["classes"][:, :1] + 1, lengths, lengths - 2)
 
 
+def mean_of(make: Any, kind: str, reduction: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    value = make()(*dict(loss_calls(model(x), x))[kind])
+    return value if reduction == "mean" else value.sum() / len(x) if reduction == "sum" else value.mean()
+
+
+wide = partial(nn.Linear, WIDTH, WIDTH)
+
+
 def losses() -> Iterator[Twin]:
     for name, what in classes(nn, nn.Module):
         if "Loss" not in name or name in WITH_WEIGHTS:
             continue
-        for reduction in ("mean", "sum", "none"):
-            values = {"reduction": reduction}
+        for reduction in MEANS:
+            make = partial(what, reduction=reduction)
             torch.manual_seed(0)
             out, x = torch.randn(6, WIDTH, requires_grad=True), torch.randn(6, WIDTH)
             kind, why = None, ""
             for tried, call in loss_calls(out, x):
                 try:
-                    value = what(**values)(*call)
+                    value = make()(*call)
                     assert value.requires_grad
                     assert value.isfinite().all()
                     kind = tried
                     break
                 except Exception as error:
-                    why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+                    why = short(error)
             if kind is None:
                 SKIPPED[f"loss {name}, {reduction}"] = why
                 continue
-
-            def loss(
-                model: nn.Module,
-                x: Tensor,
-                y: Tensor,
-                what: type = what,
-                values: Any = values,
-                kind: str = kind,
-                how: str = reduction,
-            ) -> Tensor:
-                value = what(**values)(*dict(loss_calls(model(x), x))[kind])
-                return value if how == "mean" else value.sum() / len(x) if how == "sum" else value.mean()
-
-            wide = functools.partial(nn.Linear, WIDTH, WIDTH)
-            yield Twin(f"loss {name}, {reduction}", model=wide, loss=loss, keeps=False)
+            yield Twin(
+                f"loss {name}, {reduction}", model=wide, loss=partial(mean_of, make, kind, reduction), keeps=False
+            )
     for name, reductions in WITH_WEIGHTS.items():
         for reduction in reductions:
-            yield Twin(
-                f"loss {name}, {reduction}".removesuffix(", "),
-                model=lambda n=name, r=reduction: Inside(n, r),
-                loss=lambda model, x, y: model(x),
-            )
+            title = f"loss {name}, {reduction}".removesuffix(", ")
+            yield Twin(title, model=partial(Inside, name, reduction), loss=lambda model, x, y: model(x))
     rare = torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), x.argmax(1), weight=rare)
-
-    def unweighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), x.argmax(1))
-
-    wide = functools.partial(nn.Linear, WIDTH, WIDTH)
-    yield Twin("loss CrossEntropyLoss, weight=", model=wide, loss=weighted, measure=unweighted)
-    yield Twin(
-        "loss CrossEntropyLoss, weight= and count=",
-        model=wide,
-        loss=weighted,
-        measure=unweighted,
-        count=lambda x, y: rare[x.argmax(1)].sum(),
-    )
+    some = partial(
+        Twin, model=wide, loss=lambda model, x, y: F.cross_entropy(model(x), x.argmax(1), weight=rare),
+        measure=lambda model, x, y: F.cross_entropy(model(x), x.argmax(1)),
+    )  # fmt: skip
+    yield some("loss CrossEntropyLoss, weight=")
+    yield some("loss CrossEntropyLoss, weight= and count=", count=lambda x, y: rare[x.argmax(1)].sum())
 
 
 # ---- what changes the parameters of a layer
@@ -227,23 +205,16 @@ def losses() -> Iterator[Twin]:
 def parametrizations() -> Iterator[Twin]:
     for place, where in (("nn.utils.parametrizations", torch.nn.utils.parametrizations), ("nn.utils", torch.nn.utils)):
         for name in ("weight_norm", "spectral_norm", "orthogonal"):
-            if hasattr(where, name):
-                function: Callable[[nn.Module], nn.Module] = getattr(where, name)
-                yield Twin(
-                    f"parametrization {place}.{name}",
-                    model=lambda f=function: nn.Sequential(f(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, 1)),
-                )
+            if function := getattr(where, name, None):
+                model = lambda f=function: nn.Sequential(f(wide()), nn.Tanh(), nn.Linear(WIDTH, 1))  # noqa: E731
+                yield Twin(f"parametrization {place}.{name}", model=model)
 
     class Positive(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return weight.abs()
 
-    def own() -> nn.Module:
-        net = network()
-        torch.nn.utils.parametrize.register_parametrization(net[0], "weight", Positive())
-        return net
-
-    yield Twin("parametrization of one's own", model=own)
+    own = lambda net: torch.nn.utils.parametrize.register_parametrization(net[0], "weight", Positive())  # noqa: E731
+    yield Twin("parametrization of one's own", model=partial(changed, own))
 
 
 def prunings() -> Iterator[Twin]:
@@ -254,13 +225,8 @@ def prunings() -> Iterator[Twin]:
         "ln_structured": some | {"dim": 1, "n": 2}, "identity": {}, "custom_from_mask": {"mask": torch.eye(6, WIDTH)},
     }  # fmt: skip
     for name, values in how.items():
-
-        def model(name: str = name, values: Any = values) -> nn.Module:
-            net = network()
-            getattr(prune, name)(net[0], "weight", **values)
-            return net
-
-        yield Twin(f"pruning {name}", model=model)
+        put = lambda net, name=name, values=values: getattr(prune, name)(net[0], "weight", **values)  # noqa: E731
+        yield Twin(f"pruning {name}", model=partial(changed, put))
 
 
 # ---- checkpointing, compilation
@@ -286,13 +252,7 @@ def checkpointing() -> Iterator[Twin]:
     for reentrant in (False, True):
         for times in (1, 2):
             name = f"checkpointing, use_reentrant={reentrant}, {times} x"
-            yield Twin(name, model=lambda r=reentrant, n=times: Saving(r, n))
-
-
-def compiled_in_place() -> nn.Module:
-    net = network()
-    net.compile()
-    return net
+            yield Twin(name, model=partial(Saving, reentrant, times))
 
 
 def vmapped(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -301,10 +261,9 @@ def vmapped(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def compiling() -> Iterator[Twin]:
     yield Twin("compile torch.compile(model)", model=lambda: torch.compile(network()))
-    yield Twin("compile model.compile()", model=compiled_in_place)
-    yield Twin(
-        "compile torch.compile(block)", model=lambda: nn.Sequential(torch.compile(nn.Linear(WIDTH, 6)), nn.Linear(6, 1))
-    )
+    yield Twin("compile model.compile()", model=partial(changed, nn.Module.compile))
+    block = lambda: nn.Sequential(torch.compile(nn.Linear(WIDTH, 6)), nn.Linear(6, 1))  # noqa: E731
+    yield Twin("compile torch.compile(block)", model=block)
     yield Twin("compile torch.jit.script", model=lambda: torch.jit.script(network()))
     yield Twin("compile torch.jit.trace", model=lambda: torch.jit.trace(network(), torch.randn(2, WIDTH)))
     yield Twin("compile torch.fx.symbolic_trace", model=lambda: torch.fx.symbolic_trace(network()))

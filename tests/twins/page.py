@@ -98,13 +98,8 @@ def part(name: str, family: str) -> str:
 
 def family(name: str) -> str:
     words = name.split(" ")
-    return " ".join(
-        words[:3]
-        if words[0] == "global"
-        else words[:2]
-        if words[1:2] in (["hook"], ["sampler"], ["items:"])
-        else words[:1]
-    )
+    of_two = words[1:2] in (["hook"], ["sampler"], ["items:"])
+    return " ".join(words[: 3 if words[0] == "global" else 2 if of_two else 1])
 
 
 def cell(text: str) -> str:

@@ -28,15 +28,8 @@ SAMPLES, EPOCHS, GLOBAL_BATCH = 31, 2, 12  # three steps in an epoch, the last o
 WIDTH = 4
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for checkpoints, which are synced to the disk
 ARITHMETIC = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-}
-
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64,
+}  # fmt: skip
 
 SKIPPED: dict[str, str] = {}  # of what there is no twin, and why
 said = io.StringIO()  # by the last run
@@ -51,6 +44,19 @@ def classes(module: Any, base: type) -> Iterator[tuple[str, type]]:
             yield name, what
 
 
+def short(error: Exception, length: int = 120) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:length]
+
+
+def works(name: str, make: Callable[[], object]) -> bool:
+    """Return whether torch itself can do it; if not, note why."""
+    try:
+        make()
+    except Exception as error:
+        SKIPPED[name] = short(error)
+    return name not in SKIPPED
+
+
 def numbered() -> Dataset[Any]:
     """Inputs whose first column tells the sample, and what to learn of them."""
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -60,6 +66,13 @@ def numbered() -> Dataset[Any]:
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def changed(put: Callable[[Any], object]) -> nn.Module:
+    """Return a network that `put` has changed."""
+    net = network()
+    put(net)
+    return net
 
 
 def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -183,11 +196,8 @@ def buffers_of(net: nn.Module) -> Kept:
     """Return what each module holds besides parameters, as it is now."""
 
     def extra(module: nn.Module) -> Any:
-        return (
-            None
-            if type(module).get_extra_state is nn.Module.get_extra_state
-            else copy.deepcopy(module.get_extra_state())
-        )
+        own = type(module).get_extra_state is not nn.Module.get_extra_state
+        return copy.deepcopy(module.get_extra_state()) if own else None
 
     return [(m, {name: copied(b) for name, b in m.named_buffers(recurse=False)}, extra(m)) for m in net.modules()]
 
@@ -352,6 +362,7 @@ def unlike(ours: object, theirs: object, near: float) -> bool:
 
 
 ANEW = "of the stream begins anew"  # what hvdtrain says of a resumed run over a data set without a state_dict
+BEGINS_ANEW = "a stream without state_dict begins its epoch anew when a run is resumed, as a line says"
 DEPENDS = "a sample's loss depends on the others of its batch"
 
 
@@ -384,7 +395,7 @@ def judge(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
     try:
         expected, why = comparable(twin, engine.size)
     except Exception as error:
-        return Verdict("torch", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return Verdict("torch", short(error))
     if not resume or twin.brief or not (twin.keeps or why == "random numbers"):
         result = ours(engine, twin)
         wrong = compare(engine, twin, result, expected, why)
@@ -392,18 +403,13 @@ def judge(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
         directory = engine.broadcast_object(tempfile.mkdtemp(dir=MEMORY) if engine.rank == 0 else None, "directory")
         try:
             result = ours(engine, twin, directory)
-            wrong = (
-                unsaid(engine, twin)
-                or compare(engine, twin, result, expected, why)
-                or resumed(engine, twin, result, directory)
-            )
+            wrong = unsaid(engine, twin) or compare(engine, twin, result, expected, why)
+            wrong = wrong or resumed(engine, twin, result, directory)
         finally:
             if engine.rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
     if wrong == ANEW:
-        return Verdict(
-            "differs", "a stream without state_dict begins its epoch anew when a run is resumed, as a line says"
-        )
+        return Verdict("differs", BEGINS_ANEW)
     if wrong:
         return Verdict("WRONG", wrong)
     different = why if why in ("random numbers", twin.differs) or engine.size > 1 else ""
@@ -484,5 +490,4 @@ def outcome(engine: Engine, twin: Twin, resume: bool = True) -> Verdict:
     except Failure as error:
         return Verdict("failed", str(error))
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else ""
-        return Verdict("TRACEBACK", f"{type(error).__name__}: {said}"[:300])
+        return Verdict("TRACEBACK", short(error, 300))

@@ -3,7 +3,8 @@
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from tests.twins import arguments
-from tests.twins.twin import SKIPPED, WIDTH, Twin, classes, network, sgd, squares
+from tests.twins.twin import SKIPPED, WIDTH, Twin, changed, classes, network, sgd, squares, works
 
 # ---- optimizers and schedulers
 
@@ -26,44 +27,35 @@ class Looked(nn.Module):
         return self.table((x[:, 0].sigmoid() * 10).long())
 
 
+def made(what: type, values: dict[str, Any], net: nn.Module) -> torch.optim.Optimizer:
+    return what(net.parameters(), **values)
+
+
 def optimizers() -> Iterator[Twin]:
     for name, what in classes(torch.optim, torch.optim.Optimizer):
         known = inspect.signature(what).parameters
         # Muon takes matrices alone.
         model = lambda: nn.Sequential(nn.Linear(WIDTH, 6, bias=False), nn.Tanh(), nn.Linear(6, 1, bias=False))  # noqa: E731
         values = {p: v for p, v in arguments.OF_OPTIMIZERS.items() if p in known}
-
-        def make(net: nn.Module, what: type = what, values: Any = values) -> torch.optim.Optimizer:
-            return what(net.parameters(), **values)
-
         refusal = name in ("LBFGS", "SparseAdam")  # called with a function; of sparse gradients
-        yield Twin(
-            f"optimizer {name}", model=Looked if name == "SparseAdam" else model, optimizer=make, refusal=refusal
-        )
+        of_first = Looked if name == "SparseAdam" else model
+        yield Twin(f"optimizer {name}", model=of_first, optimizer=partial(made, what, values), refusal=refusal)
         if refusal:
             continue
         for option, parameter in known.items():
             if isinstance(parameter.default, bool) or (parameter.default is None and option in ("foreach", "fused")):
                 given = values | {option: not parameter.default} | ({"momentum": 0.9} if option == "nesterov" else {})
+                title = f"optimizer {name}, {option}={given[option]}"
+                yield Twin(title, model=model, optimizer=partial(made, what, given))
 
-                def other(net: nn.Module, what: type = what, values: Any = given) -> torch.optim.Optimizer:
-                    return what(net.parameters(), **values)
+    def grouped(net: nn.Module) -> Any:
+        return [{"params": net[0].parameters(), "lr": 0.001, "mine": 3}, {"params": net[2].parameters()}]
 
-                yield Twin(f"optimizer {name}, {option}={given[option]}", model=model, optimizer=other)
-
-    def grouped(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            [{"params": net[0].parameters(), "lr": 0.001, "mine": 3}, {"params": net[2].parameters()}], lr=0.02
-        )
-
-    yield Twin("optimizer AdamW, parameter groups", optimizer=grouped)
-    yield Twin(
-        "optimizer AdamW, named parameters", optimizer=lambda net: torch.optim.AdamW(net.named_parameters(), lr=0.02)
-    )
-    yield Twin(
-        "optimizer Adam, lr as a tensor",
-        optimizer=lambda net: torch.optim.Adam(net.parameters(), lr=torch.tensor(0.02)),
-    )
+    adam = torch.optim.AdamW
+    yield Twin("optimizer AdamW, parameter groups", optimizer=lambda net: adam(grouped(net), lr=0.02))
+    yield Twin("optimizer AdamW, named parameters", optimizer=lambda net: adam(net.named_parameters(), lr=0.02))
+    tensor = {"lr": torch.tensor(0.02)}
+    yield Twin("optimizer Adam, lr as a tensor", optimizer=partial(made, torch.optim.Adam, tensor))
 
 
 def schedulers() -> Iterator[Twin]:
@@ -71,23 +63,17 @@ def schedulers() -> Iterator[Twin]:
 
         def make(optimizer: torch.optim.Optimizer, steps: int, name: str = name, what: Any = what) -> Any:
             if name in ("SequentialLR", "ChainedScheduler"):
-                some = [
-                    lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),
-                    lr_scheduler.ExponentialLR(optimizer, 0.8),
-                ]
+                linear = lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+                some = [linear, lr_scheduler.ExponentialLR(optimizer, 0.8)]
                 return what(optimizer, some, [2]) if name == "SequentialLR" else what(some)
-            needed = [
-                p for p, v in inspect.signature(what).parameters.items() if v.default is v.empty and p != "optimizer"
-            ]
+            known = inspect.signature(what).parameters.items()
+            needed = [p for p, v in known if v.default is v.empty and p != "optimizer"]
             values = {p: arguments.OF_SCHEDULERS[p] for p in needed}
             if name == "OneCycleLR":
                 values["total_steps"] = steps
             return what(optimizer, **values)
 
-        try:
-            make(sgd(network()), 6)
-        except Exception as error:
-            SKIPPED[f"scheduler {name}"] = f"{type(error).__name__}: {error}"[:120]
+        if not works(f"scheduler {name}", lambda make=make: make(sgd(network()), 6)):
             continue
         if name != "ReduceLROnPlateau":
             yield Twin(f"scheduler {name}, by step", scheduler=make)
@@ -100,22 +86,22 @@ def schedulers() -> Iterator[Twin]:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def switched(put: Callable[[Any], None], value: object, back: object) -> Iterator[None]:
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(back)
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+def hooked(register: Callable[[Any], Any], hook: object, end: Callable[[], object] = list) -> Iterator[None]:
+    handle = register(hook)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        handle.remove()
+        end()
 
 
 def in_bf16(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -135,9 +121,9 @@ def precisions() -> Iterator[Twin]:
     yield Twin("precision torch.autocast in the loop", loss=in_bf16, near=0.05)
     for dtype in (torch.float64, torch.bfloat16):
         near = 1e-4 if dtype is torch.float64 else 0.2
-        yield Twin(
-            f"default dtype {dtype}", context=lambda dtype=dtype: default_dtype(dtype), loss=of_default, near=near
-        )
+        around = partial(switched, torch.set_default_dtype, dtype, torch.get_default_dtype())
+        yield Twin(f"default dtype {dtype}", context=around, loss=of_default, near=near)
+    deterministic = partial(switched, torch.use_deterministic_algorithms, True, False)
     yield Twin("context torch.device('cpu')", context=lambda: torch.device("cpu"))
     yield Twin("context torch.use_deterministic_algorithms", context=deterministic)
     yield Twin("context torch.autograd.detect_anomaly", context=lambda: torch.autograd.detect_anomaly(check_nan=False))
@@ -160,11 +146,7 @@ def module_hooks() -> Iterator[Twin]:
             return calls
 
         counted = "state_dict" not in name  # how often the weights are read is hvdtrain's
-        yield Twin(
-            f"module hook {name}",
-            attach=attach,
-            found=lambda net, calls, c=counted: len(calls) if c else bool(calls) * 0,
-        )
+        yield Twin(f"module hook {name}", attach=attach, found=lambda net, calls, c=counted: len(calls) if c else 0)
 
     def louder(net: nn.Module, optimizer: object) -> None:
         net[0].register_forward_hook(lambda module, args, out: out * 1.5)
@@ -173,18 +155,17 @@ def module_hooks() -> Iterator[Twin]:
 
     yield Twin("module hooks that change values", attach=louder)
     where = torch.nn.modules.module
+    full = partial(setattr, where, "_global_is_full_backward_hook", None)  # which torch keeps
     for name in named(where):
+        yield Twin(
+            f"global module hook {name}", context=partial(hooked, getattr(where, name), lambda *_, **__: None, full)
+        )
 
-        @contextlib.contextmanager
-        def everywhere(name: str = name) -> Iterator[None]:
-            handle = getattr(where, name)(lambda *_, **__: None)
-            try:
-                yield
-            finally:
-                handle.remove()
-                where._global_is_full_backward_hook = None  # which torch keeps
 
-        yield Twin(f"global module hook {name}", context=everywhere)
+def shrink(parameters: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.9)
 
 
 def optimizer_hooks() -> Iterator[Twin]:
@@ -196,9 +177,7 @@ def optimizer_hooks() -> Iterator[Twin]:
             def hook(*_: object) -> None:
                 calls.append(1)
                 if name.endswith("step_post_hook"):
-                    with torch.no_grad():
-                        for parameter in net.parameters():
-                            parameter.mul_(0.9)
+                    shrink(net.parameters())
 
             getattr(optimizer, name)(hook)
             return calls
@@ -206,23 +185,12 @@ def optimizer_hooks() -> Iterator[Twin]:
         counted = "state_dict" not in name
         yield Twin(f"optimizer hook {name}", attach=attach, found=lambda net, calls, c=counted: len(calls) if c else 0)
     where = importlib.import_module("torch.optim.optimizer")  # torch deletes the attribute
+
+    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        shrink(parameter for group in optimizer.param_groups for parameter in group["params"])
+
     for name in named(where):
-
-        @contextlib.contextmanager
-        def everywhere(name: str = name) -> Iterator[None]:
-            def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-                with torch.no_grad():
-                    for group in optimizer.param_groups:
-                        for parameter in group["params"]:
-                            parameter.mul_(0.9)
-
-            handle = getattr(where, name)(hook)
-            try:
-                yield
-            finally:
-                handle.remove()
-
-        yield Twin(f"global optimizer hook {name}", context=everywhere)
+        yield Twin(f"global optimizer hook {name}", context=partial(hooked, getattr(where, name), hook))
 
 
 def double(parameter: Tensor) -> None:
@@ -231,25 +199,11 @@ def double(parameter: Tensor) -> None:
 
 
 def tensor_hooks() -> Iterator[Twin]:
-    def doubled(name: str) -> Callable[[nn.Module], None]:
-        def put(net: nn.Module) -> None:
-            if name == "register_hook":
-                net[0].weight.register_hook(lambda gradient: gradient * 2)
-            else:
-                net[0].weight.register_post_accumulate_grad_hook(double)
-
-        return put
-
+    hooks = {"register_hook": lambda gradient: gradient * 2, "register_post_accumulate_grad_hook": double}
     for name in named(Tensor):
-        if name not in ("register_hook", "register_post_accumulate_grad_hook"):
+        if name not in hooks:
             SKIPPED[f"tensor hook {name}"] = "unknown"
             continue
-        put = doubled(name)
-
-        def before(put: Any = put) -> nn.Module:
-            net = network()
-            put(net)
-            return net
-
-        yield Twin(f"tensor hook {name}, before run.prepare", model=before)
+        put = lambda net, name=name: getattr(net[0].weight, name)(hooks[name])  # noqa: E731
+        yield Twin(f"tensor hook {name}, before run.prepare", model=partial(changed, put))
         yield Twin(f"tensor hook {name}, after run.prepare", attach=lambda net, optimizer, put=put: put(net))
