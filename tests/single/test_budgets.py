@@ -42,12 +42,12 @@ BUDGETS = {
     "hvdtrain/output": 1610,  # with --virtual-ranks
     "hvdtrain/training": 20,
     "launch": 4830,  # with --virtual-ranks
-    "tests/*": 560,  # with what writes a checkpoint of several ranks
+    "tests/*": 540,  # with what writes a checkpoint of several ranks
     "tests/audited": 370,  # with the server of the peers' libraries
-    "tests/bench": 1750,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
-    "tests/chaos": 1920,
+    "tests/bench": 1730,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
+    "tests/chaos": 1770,
     "tests/device": 660,
-    "tests/e2e": 6810,  # with an export and a loss of one rank alone, an older stop under Slurm
+    "tests/e2e": 6770,  # with an export and a loss of one rank alone, an older stop under Slurm
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
@@ -56,8 +56,8 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23660,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
-    "tests/twins": 2030,
+    "tests/single": 23120,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
+    "tests/twins": 1850,
 }
 
 
