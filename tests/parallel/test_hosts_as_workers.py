@@ -3,20 +3,20 @@
 The hosts are played: `parts.host` tells each rank the name of one, a letter of `HOSTS`.
 """
 
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hvdtrain.engines import parts
 from hvdtrain.engines.errors import Failure, UserError
-from tests.parallel.test_local_steps import LOCAL, mean_of_workers, plain, train
-from tests.parallel.test_loop import N, X, Y, a_run
-from tests.single.training.small import fit
+from tests.parallel.test_local_steps import LOCAL, MEANS, mean_of_workers, plain, train
+from tests.parallel.test_loop import N, X, trained
 
 pytestmark = pytest.mark.slow
 HOSTS = ("aab", "aba")  # of each rank, its host; of two ranks, the first two letters
-FAR = ("--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", "--sync-within", "host")
+FAR = (*MEANS, "--sync-within", "host")
 
 
 @pytest.fixture
@@ -33,16 +33,12 @@ def live_on(engine, monkeypatch):
 def test_each_host_trains_as_one_process_with_the_samples_of_its_ranks(engine, hosts, live_on):
     """With an uneven last step. The exchange is the mean over ranks, so a host counts as often as it has ranks."""
     members = live_on(hosts)
-    with a_run(engine, *FAR, epochs=1) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
-        def look(step):
-            weights = engine.all_gather_object(net.weight.flatten().tolist(), "weights")
-            assert all((weights[rank] == weights[engine.rank]) == (rank in members) for rank in range(engine.size))
+    def look(t):
+        weights = engine.all_gather_object(t.net.weight.flatten().tolist(), "weights")
+        assert all((weights[rank] == weights[engine.rank]) == (rank in members) for rank in range(engine.size))
 
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y), each=look)
+    net = trained(engine, *FAR, epochs=1, seed=5, each=look).net
     workers = [[rank for rank in range(engine.size) if hosts[rank] == name] for name in hosts[: engine.size]]
     torch.testing.assert_close(net.weight.detach(), mean_of_workers(engine, workers), rtol=1e-4, atol=1e-6)
 
@@ -53,7 +49,7 @@ def test_a_single_host_trains_as_without_the_flag(engine, live_on):
     curves = []
     for argv in ((), FAR):
         curve: list = []
-        train(engine, *argv, each=lambda run, step, net, curve=curve: curve.append(net[0].weight.detach().clone()))
+        train(engine, *argv, each=lambda t, curve=curve: curve.append(t.net[0].weight.detach().clone()))
         curves.append(torch.stack(curve[: -(-N // (4 * engine.size))]))
     exact = engine.name == "ddp" or engine.size < 3
     torch.testing.assert_close(*curves, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
@@ -62,9 +58,9 @@ def test_a_single_host_trains_as_without_the_flag(engine, live_on):
 def test_a_run_that_was_stopped_ends_with_the_same_bits(engine, live_on, shared_directory):
     live_on("aba")
 
-    def ask(run, step, net):
-        if step.number == 4 and engine.rank == 0:
-            run.stopping.watch.request_stop("the test")
+    def ask(t):
+        if t.step.number == 4 and engine.rank == 0:
+            t.run.stopping.watch.request_stop("the test")
 
     argv = (*LOCAL, "--sync-within", "host")
     whole = train(engine, *argv)
@@ -78,13 +74,14 @@ def test_on_other_hosts_each_rank_begins_with_the_optimizer_of_rank_0(engine, li
     kept = []
     for epochs, hosts in ((1, "aab"), (2, "aba"), (3, "aba")):
         live_on(hosts)
-        with a_run(engine, *LOCAL, "--sync-within", "host", "--output-dir", shared_directory, epochs=epochs) as run:
-            net = nn.Linear(3, 1)
-            model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9))
-            begun = engine.all_gather_object(plain(optimizer, run), "begun")
-            said = "begins with the optimizer state of rank 0" in capsys.readouterr().out
-            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
-            kept.append((begun, engine.all_gather_object(plain(optimizer, run), "ended"), said))
+
+        def before(t):
+            t.begun = engine.all_gather_object(plain(t), "begun")
+            t.said = "begins with the optimizer state of rank 0" in capsys.readouterr().out
+
+        t = trained(engine, *LOCAL, "--sync-within", "host", out=shared_directory, epochs=epochs, before=before,
+                    optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9))  # fmt: skip
+        kept.append((t.begun, engine.all_gather_object(plain(t), "ended"), t.said))
     (_, first, _), (begun, ended, said), (again, _, repeated) = kept
     if engine.size == 1:
         assert (begun, again) == (first, ended)
@@ -123,32 +120,20 @@ def test_hosts_of_one_name_are_told_apart(monkeypatch):
 def test_a_mean_over_tokens_weighs_every_token_of_a_host_alike(engine, live_on):
     """Within a host, gradients are not compressed: float16 would round this one."""
     members = live_on("aba")
-    with a_run(engine, *FAR, "--compression", "fp16", epochs=1) as run:
-        net = nn.Linear(1, 1, bias=False)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(steps=1):
-            for step in run.steps(torch.ones(4 * engine.size, 1)):
-                for (x,) in step.batches():
-                    step.backward(model(x).mean() * (engine.rank + 1) / 3, count=engine.rank + 1)
-                gradient = net.weight.grad.item()
-                step.update()
+    net = trained(engine, *FAR, "--compression", "fp16", steps=1, net=nn.Linear(1, 1, bias=False), count=engine.rank + 1,
+                  data=[torch.ones(4 * engine.size, 1)],
+                  loss=lambda t, x: t.model(x).mean() * (engine.rank + 1) / 3).net  # fmt: skip
     counts = [rank + 1 for rank in members]
-    assert gradient == pytest.approx(sum(count * count for count in counts) / sum(counts) / 3, rel=1e-6)
+    assert net.weight.grad.item() == pytest.approx(sum(count * count for count in counts) / sum(counts) / 3, rel=1e-6)
 
 
 def with_nan_on(engine, culprit, steps) -> list[int]:
     """Train with a loss that is NaN on one rank. Return the number of skipped steps before each, as this rank knows it."""
-    skipped = {}
-    with a_run(engine, *FAR, "--max-skipped", "9", epochs=1) as run:
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-        def loss_of(step, x):
-            skipped[step.number] = run.state.skipped
-            return model(x).mean() * (float("nan") if engine.rank == culprit else 1.0)
-
-        fit(run, [X.repeat(engine.size, 1)], loss_of, steps=steps)
-    return list(skipped.values())
+    skipped = []
+    trained(engine, *FAR, "--max-skipped", "9", steps=steps, data=[X.repeat(engine.size, 1)],
+            at_step=lambda t: skipped.append(t.run.state.skipped),
+            loss=lambda t, x: t.model(x).mean() * (float("nan") if engine.rank == culprit else 1.0))  # fmt: skip
+    return skipped
 
 
 def test_gradients_that_are_not_finite_are_named_and_skipped_by_their_host(engine, live_on, capsys):
@@ -175,10 +160,10 @@ def test_replicas_of_a_host_are_compared_between_exchanges(engine, every, compar
         pytest.skip("one rank has nothing to be compared with")
     live_on("aaa")
 
-    def spoil(run, step, net):
-        if step.number == spoilt_at and engine.rank == engine.size - 1:
+    def spoil(t):
+        if t.step.number == spoilt_at and engine.rank == engine.size - 1:
             with torch.no_grad():
-                net[0].weight[0] += 1.0
+                t.net[0].weight[0] += 1.0
 
     flags = f"--sync-within host --sync-every {every} --check-steps {compared}".split()
     with pytest.raises(Failure, match=f"between steps 0 and {spoilt_at}") as raised:

@@ -1,18 +1,21 @@
 """--sync-every on every rank: what is equal at exchanges, what stays on a rank, and a run that is stopped and resumed."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs.sharding import epoch_order
-from tests.parallel.test_loop import N, X, Y, a_run
-from tests.single.training.small import fit
+from tests.parallel.test_loop import N, X, Y, trained
+from tests.single.training.small import nothing
 
 LOCAL = ("--sync-every", "2", "--outer-lr", "0.7", "--outer-momentum", "0.9")
+MEANS = ("--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0")
 EPOCHS = 4
 
 
@@ -21,41 +24,38 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
-def train(engine, *argv, each=lambda run, step, net: None, end=lambda run, net, optimizer: None) -> list:
+def train(engine, *argv, each=nothing, end=nothing) -> list:
     """Train four epochs and return the final state of the model and of this rank's optimizer. Evaluates in steps, too."""
-    net = network()
-    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    with a_run(engine, *argv, epochs=EPOCHS) as run:
-        model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.05))
-        run.register(average=average)
-        for _ in run.epochs(EPOCHS):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-                average.update_parameters(net)
-                each(run, step, net)
-            with run.evaluating(N) as mine:
-                run.record(loss=F.mse_loss(model(X[mine]), Y[mine], reduction="sum"))
-        end(run, net, optimizer)
-    state = [tensor.tolist() for module in (net, average) for tensor in module.state_dict().values()]
-    return [state, [tensor.tolist() for held in optimizer.state.values() for _, tensor in sorted(held.items())]]
+
+    def after(t):
+        t.average.update_parameters(t.net)
+        each(t)
+
+    def evaluate(t, epoch):
+        with t.run.evaluating(N) as mine:
+            t.run.record(loss=F.mse_loss(t.model(X[mine]), Y[mine], reduction="sum"))
+
+    average = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    t = trained(engine, *argv, epochs=EPOCHS, net=network, optimizer=partial(torch.optim.Adam, lr=0.05), each=after,
+                registered=lambda t: dict(average=average(t.net)), tail=evaluate, end=end)  # fmt: skip
+    state = [tensor.tolist() for module in (t.net, t.average) for tensor in module.state_dict().values()]
+    return [state, [tensor.tolist() for held in t.optimizer.state.values() for _, tensor in sorted(held.items())]]
 
 
 @pytest.mark.parametrize("wire", ["none", "fp16"])
 def test_weights_are_equal_at_exchanges_and_optimizers_are_not(engine, wire):
     different = []
 
-    def look(run, step, net):
-        weights = engine.all_gather_object(net[0].weight.flatten().tolist(), "look")
+    def look(t):
+        weights = engine.all_gather_object(t.net[0].weight.flatten().tolist(), "look")
         different.append(any(one != weights[0] for one in weights))
-        before = net[0].weight.clone()
-        with run.evaluating(1):
-            evaluated = net[0].weight.flatten().tolist()
-            run.record(loss=0.0, count=1)
+        before = t.net[0].weight.clone()
+        with t.run.evaluating(1):
+            evaluated = t.net[0].weight.flatten().tolist()
+            t.run.record(loss=0.0, count=1)
         shared = engine.all_gather_object(evaluated, "shared")
         assert shared == [shared[0]] * engine.size
-        assert torch.equal(net[0].weight, before)  # this rank's own again
+        assert torch.equal(t.net[0].weight, before)  # this rank's own again
 
     state, optimizers = train(engine, *LOCAL, "--compression", wire, each=look)
     assert all(different) == any(different) == (engine.size > 1)  # within a step, before the exchange
@@ -78,26 +78,16 @@ class Restless(torch.optim.SGD):
 @pytest.mark.parametrize("late", [False, True])
 def test_what_an_optimizer_keeps_is_restored_on_each_rank(engine, late, shared_directory):
     """Also numbers, and where rank 0 has no state yet: it has skipped its steps."""
-    kept = []
+    nan = float("nan") if late and engine.rank == 0 else 1.0
 
     def start(epochs):
-        with a_run(engine, *LOCAL, "--max-skipped", "99", "--output-dir", shared_directory, epochs=epochs) as run:
-            net = network()
-            model, optimizer = run.prepare(net, Restless(net.parameters(), lr=0.01, momentum=0.9))
-            nan = float("nan") if late and engine.rank == 0 else 1.0
-            begun = []
+        begun = []  # the settings of groups are restored when training begins
+        t = trained(engine, *LOCAL, "--max-skipped", "99", out=shared_directory, epochs=epochs, net=network,
+                    optimizer=partial(Restless, lr=0.01, momentum=0.9), at_step=lambda t: begun.append(plain(t)),
+                    loss=lambda t, x, y: F.mse_loss(t.model(x), y) * nan)  # fmt: skip
+        return begun[0], plain(t)
 
-            def loss_of(step, x, y):
-                if not begun:  # the settings of groups are restored when training begins
-                    begun.append(plain(optimizer, run))
-                return F.mse_loss(model(x), y) * nan
-
-            fit(run, [X, Y], loss_of)
-            kept.extend([*begun, plain(optimizer, run)])
-
-    start(1)
-    start(2)
-    end, resumed = kept[1:3]
+    (_, end), (resumed, _) = start(1), start(2)
     assert resumed == end
     assert (end["skipped"] > 0) == (late and engine.rank == 0)
 
@@ -111,40 +101,32 @@ class Odd(torch.optim.SGD):
 
 
 def test_an_optimizer_whose_state_cannot_be_saved_is_told_on_every_rank(engine, shared_directory):
-    net = network()
-    with (
-        pytest.raises(
-            UserError,
-            match=r"^(rank 1 on .*: )?the state of Odd holds a object at .*, which a checkpoint cannot",
-        ),
-        a_run(engine, *LOCAL, "--output-dir", shared_directory) as run,
-    ):
-        model, _ = run.prepare(net, Odd(net.parameters(), lr=0.01))
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
+    with pytest.raises(UserError, match=r"^(rank 1 on .*: )?the state of Odd holds a object at .*, which a checkpoint"):
+        trained(engine, *LOCAL, out=shared_directory, net=network, optimizer=partial(Odd, lr=0.01))
 
 
-def plain(optimizer, run) -> dict:
-    held = optimizer.state_dict()
+def plain(t) -> dict:
+    held = t.optimizer.state_dict()
     state = {
         f"{index}.{name}": value.tolist() if isinstance(value, torch.Tensor) else value
         for index, entries in held["state"].items()
         for name, value in entries.items()
     }
-    return state | held["param_groups"][0] | {"skipped": run.state.skipped}
+    return state | held["param_groups"][0] | {"skipped": t.run.state.skipped}
 
 
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_that_was_stopped_anywhere_ends_with_the_same_bits(engine, stop, shared_directory):
     ended = []
 
-    def ask(run, step, net):
-        if step.number == stop and engine.rank == engine.size - 1:
-            run.stopping.watch.request_stop("the test")
-            while not run.stopping.watch.stop_reason:  # rank 0 tells all
+    def ask(t):
+        if t.step.number == stop and engine.rank == engine.size - 1:
+            t.run.stopping.watch.request_stop("the test")
+            while not t.run.stopping.watch.stop_reason:  # rank 0 tells all
                 time.sleep(0.01)
 
-    def end(run, net, optimizer):
-        ended.append(run.checkpoints.resume.facts["state"]["step"])  # of the checkpoint from which it was resumed
+    def end(t):
+        ended.append(t.run.checkpoints.resume.facts["state"]["step"])  # of the checkpoint from which it was resumed
 
     whole = train(engine, *LOCAL)
     again = (*LOCAL, "--output-dir", shared_directory)
@@ -179,11 +161,7 @@ def mean_of_workers(engine, workers):
 
 def test_one_exchange_is_the_mean_of_what_each_rank_has_learnt(engine):
     """Outer rate 1 without momentum averages the weights."""
-    with a_run(engine, "--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0", epochs=1) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
+    net = trained(engine, *MEANS, epochs=1, seed=5).net
     expected = mean_of_workers(engine, [[rank] for rank in range(engine.size)])
     torch.testing.assert_close(net.weight.detach(), expected, rtol=1e-4, atol=1e-6)
 
@@ -192,11 +170,10 @@ def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(eng
     """Rank 0 uses one branch, the others another: the shared weights have learnt both."""
     net = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
     before = [layer.weight.clone() for layer in net]
-    with a_run(engine, *LOCAL, epochs=1) as run:
-        model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters()), find_unused_parameters=True)
-        mine = min(engine.rank, 1)
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model[mine](x), y))
-        assert net[1 - mine].weight not in optimizer.state
+    mine = min(engine.rank, 1)
+    t = trained(engine, *LOCAL, epochs=1, net=net, optimizer=torch.optim.Adam, find_unused_parameters=True,
+                loss=lambda t, x, y: F.mse_loss(t.model[mine](x), y))  # fmt: skip
+    assert net[1 - mine].weight not in t.optimizer.state
     changed = [not torch.equal(layer.weight, old) for layer, old in zip(net, before, strict=True)]
     assert changed == [True, engine.size > 1]
 
@@ -204,14 +181,9 @@ def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(eng
 def test_a_registered_model_is_averaged_once(engine):
     """Its weights are those of the prepared model: averaged again, they would be rounded again."""
     ends = []
-    for registered in (False, True):
-        with a_run(engine, *LOCAL, "--compression", "fp16", epochs=1) as run:
-            net = network()
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            if registered:
-                run.register(again=nn.Sequential(net))
-            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
-        ends.append([tensor.tolist() for tensor in net.state_dict().values()])
+    for registered in (lambda t: {}, lambda t: dict(again=nn.Sequential(t.net))):
+        t = trained(engine, *LOCAL, "--compression", "fp16", epochs=1, net=network, registered=registered)
+        ends.append([tensor.tolist() for tensor in t.net.state_dict().values()])
     assert ends[0] == ends[1]
 
 
@@ -220,20 +192,18 @@ def test_outer_rate_and_momentum_are_those_of_the_shared_weights(engine, outer):
     """Two exchanges, in plain arithmetic: SGD with Nesterov momentum on the mean of the changes."""
     rate, decay = outer
     changes, ends = [], []
-    with a_run(engine, "--sync-every", "2", "--outer-lr", str(rate), "--outer-momentum", str(decay), epochs=1) as run:
-        net = nn.Linear(3, 1, bias=False)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        ends.append(net.weight.detach().clone())
-        for _ in run.epochs(steps=4):
-            for step in run.steps(X.repeat(engine.size, 1)):
-                if step.number == 3:
-                    ends.append(net.weight.detach().clone())
-                for (x,) in step.batches():
-                    step.backward(model(x).sin().mean() * (1 + engine.rank))
-                step.update()
-                if step.number % 2 == 0:
-                    changes.append(engine.sum(net.weight.detach() - ends[-1], "change") / engine.size)
-        ends.append(net.weight.detach().clone())
+
+    def note(t):
+        ends.append(t.net.weight.detach().clone())
+
+    def change(t):
+        if t.step.number % 2 == 0:
+            changes.append(engine.sum(t.net.weight.detach() - ends[-1], "change") / engine.size)
+
+    trained(engine, "--sync-every", "2", "--outer-lr", str(rate), "--outer-momentum", str(decay), steps=4,
+            net=lambda: nn.Linear(3, 1, bias=False), data=[X.repeat(engine.size, 1)], before=note, each=change, end=note,
+            at_step=lambda t: note(t) if t.step.number == 3 else None,
+            loss=lambda t, x: t.model(x).sin().mean() * (1 + engine.rank))  # fmt: skip
     momentum = torch.zeros_like(ends[0])
     for before, change, after in zip(ends[:-1], changes, ends[1:], strict=True):
         momentum = decay * momentum + change
@@ -241,12 +211,11 @@ def test_outer_rate_and_momentum_are_those_of_the_shared_weights(engine, outer):
 
 
 def test_weights_that_are_not_finite_are_named(engine):
-    def spoil(run, step, net):
-        if step.number == 2 and engine.rank == engine.size - 1:
+    def spoil(t):
+        if t.step.number == 2 and engine.rank == engine.size - 1:
             with torch.no_grad():
-                net[0].weight[0] = float("inf")
+                t.net[0].weight[0] = float("inf")
 
-    with pytest.raises(
-        Failure, match=f"the weights of rank {engine.size - 1}.* are not finite|gradients are not finite"
-    ):
+    said = f"the weights of rank {engine.size - 1}.* are not finite|gradients are not finite"
+    with pytest.raises(Failure, match=said):
         train(engine, *LOCAL, each=spoil)

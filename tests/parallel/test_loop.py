@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from hvdtrain.inputs.sharding import epoch_order
 from hvdtrain.loop.start import started
 from hvdtrain.loop.stopping import Stopped
 from hvdtrain.output.metric_names import Metric
-from tests.single.training.small import fit
+from tests.single.training.small import Trained, squares
 
 N = 22  # with batches of 4: at 3 ranks the last step has 10 samples, at 2 ranks 6
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(1))
@@ -52,6 +53,35 @@ def same(net: nn.Module, other: nn.Module) -> None:
     torch.testing.assert_close(dict(net.state_dict()), dict(other.state_dict()), rtol=1e-4, atol=1e-6)
 
 
+def trained(engine, *argv, **how) -> Trained:
+    """Train on all ranks; what is not given is a linear layer's regression in two epochs of batches of 4 on each."""
+
+    @contextlib.contextmanager
+    def start(*words, metrics, **defaults):
+        with contextlib.suppress(Stopped), a_run(engine, *words, **defaults) as run:
+            yield run
+
+    return Trained(*argv, start=start, **dict(net=lambda: nn.Linear(3, 1), data=(X, Y), batch_size=4) | how)
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def equals_plain(engine, make, loss=lambda net, x, y: F.mse_loss(net(x), y), optimizer=SGD) -> None:
+    """Compare with a loop of plain torch that has the global batch."""
+    net = trained(engine, net=make, optimizer=optimizer, loss=lambda t, x, y: loss(t.model, x, y), seed=5).net
+    torch.manual_seed(5)
+    plain = make()
+    alone(plain, optimizer(plain.parameters()), 4 * engine.size, lambda net, i: loss(net, X[i], Y[i]))
+    same(net, plain)
+
+
+def alike(engine, net: nn.Module) -> bool:
+    """Return whether the weights are the same on all ranks."""
+    own = [parameter.tolist() for parameter in net.parameters()]
+    return engine.all_gather_object(own, "ends") == [own] * engine.size
+
+
 class Louder(torch.optim.SGD):
     """Keeps an argument as an attribute, not in its groups."""
 
@@ -74,49 +104,37 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_an_optimizer_has_what_its_constructor_was_given(engine, case):
     """Horovod makes another one of its class, from the parameters alone."""
-    with a_run(engine) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, OPTIMIZERS[case](net.parameters()))
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
-    torch.manual_seed(5)
-    plain = nn.Linear(3, 1)
-    alone(plain, OPTIMIZERS[case](plain.parameters()), 4 * engine.size, lambda net, i: F.mse_loss(net(X[i]), Y[i]))
-    same(net, plain)
+    equals_plain(engine, lambda: nn.Linear(3, 1), optimizer=OPTIMIZERS[case])
 
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, engine):
-    with pytest.raises(Failure, match="gradients are not finite"), a_run(engine) as run:
-        net = nn.Linear(3, 4)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        bad = math.nan if run.rank == rank % run.size else 1.0
+    def loss(t, x):
+        z = t.model(x)
+        bad = math.nan if engine.rank == rank % engine.size else 1.0
+        return (z * bad).mean() + t.run.gather(z).square().mean()
 
-        def loss_of(step, x):
-            z = model(x)
-            return (z * bad).mean() + run.gather(z).square().mean()
-
-        fit(run, [X], loss_of, epochs=1)
+    with pytest.raises(Failure, match="gradients are not finite"):
+        trained(engine, net=nn.Linear(3, 4), data=[X], loss=loss, epochs=1)
 
 
 @pytest.mark.parametrize("flags", ["--compression none", "--compression fp16", "--accumulate 2"])
 def test_weights_in_channels_last_train_as_contiguous_ones_and_resume(engine, flags, shared_directory):
     images = torch.randn(N, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 
-    def trained(memory_format: torch.memory_format, epochs: int, *more: str) -> list[torch.Tensor]:
-        with a_run(engine, *flags.split(), *more, epochs=epochs) as run:
-            torch.manual_seed(5)
-            net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1)).to(memory_format=memory_format)
-            model, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
-            fit(run, [images], lambda step, x: model(x.contiguous(memory_format=memory_format)).square().mean())
-            weight = net[0].weight
-            assert optimizer.state[weight]["exp_avg"].stride() == weight.grad.stride() == weight.stride()
-        return [parameter.detach().clone() for parameter in net.parameters()]
+    def result(memory_format: torch.memory_format, epochs: int, out=None) -> list[torch.Tensor]:
+        make = lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1)).to(memory_format=memory_format)  # noqa: E731
+        t = trained(engine, *flags.split(), out=out, epochs=epochs, net=make, data=[images], seed=5,
+                    optimizer=partial(torch.optim.Adam, lr=0.01),
+                    loss=lambda t, x: t.model(x.contiguous(memory_format=memory_format)).square().mean())  # fmt: skip
+        weight = t.net[0].weight
+        assert t.optimizer.state[weight]["exp_avg"].stride() == weight.grad.stride() == weight.stride()
+        return [parameter.detach().clone() for parameter in t.net.parameters()]
 
-    plain = trained(torch.contiguous_format, 3)
-    whole = trained(torch.channels_last, 3)
-    trained(torch.channels_last, 2, "--output-dir", shared_directory)
-    resumed = trained(torch.channels_last, 3, "--output-dir", shared_directory)
+    plain = result(torch.contiguous_format, 3)
+    whole = result(torch.channels_last, 3)
+    result(torch.channels_last, 2, shared_directory)
+    resumed = result(torch.channels_last, 3, shared_directory)
     assert not whole[0].is_contiguous()
     assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-4) for a, b in zip(plain, whole, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
@@ -125,16 +143,13 @@ def test_weights_in_channels_last_train_as_contiguous_ones_and_resume(engine, fl
 def test_a_model_in_bfloat16_trains_and_stays_alike_on_all_ranks(engine):
     if engine.name == "horovod" and not carries_bf16():
         pytest.skip("this Horovod was built without launch/patches/25")
-    with a_run(engine) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 2).bfloat16()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        begun = net.weight.detach().clone()
-        fit(run, [X], lambda step, x: model(x.bfloat16()).float().square().mean())
-        ends = engine.all_gather_object(net.weight.tolist(), "ends")
+    net = nn.Linear(3, 2).bfloat16()
+    begun = []
+    trained(engine, net=net, data=[X], loss=lambda t, x: t.model(x.bfloat16()).float().square().mean(),
+            before=lambda t: begun.append(net.weight.detach().clone()))  # fmt: skip
     assert net.weight.dtype == torch.bfloat16
-    assert not torch.equal(net.weight, begun)
-    assert all(end == ends[0] for end in ends)
+    assert not torch.equal(net.weight, *begun)
+    assert alike(engine, net)
 
 
 class Branches(nn.Module):
@@ -150,29 +165,27 @@ class Branches(nn.Module):
 
 
 def test_parameters_that_only_some_ranks_use(engine):
-    with a_run(engine, epochs=1) as run:
-        net = Branches()
-        before = net.branches[2].weight.clone()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)  # which would decay what has a gradient of zero
-        model, _ = run.prepare(net, optimizer, find_unused_parameters=True)
-        fit(run, [X], lambda step, x: model(x, run.rank % 2 if step.number % 2 else 0).mean())
-        assert torch.equal(net.branches[2].weight, before)
-        ends = engine.all_gather_object([p.sum().item() for p in net.parameters()], "ends")
-        assert all(end == ends[0] for end in ends)
+    kept = []
+    net = trained(
+        engine, net=Branches, data=[X], epochs=1, find_unused_parameters=True,
+        optimizer=partial(torch.optim.AdamW, lr=0.1),  # which would decay what has a gradient of zero
+        before=lambda t: kept.append(t.net.branches[2].weight.clone()),
+        loss=lambda t, x: t.model(x, engine.rank % 2 if t.step.number % 2 else 0).mean(),
+    ).net  # fmt: skip
+    assert torch.equal(net.branches[2].weight, *kept)
+    assert alike(engine, net)
 
 
 def test_a_rank_whose_loss_does_not_depend_on_the_model_adds_nothing(engine):
     """As a detector's where a batch has no target. The other ranks' gradients count as they are."""
-    with a_run(engine, epochs=1) as run:
-        net = nn.Linear(3, 1)
-        start = net.weight.detach().clone()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), find_unused_parameters=True)
-        last = engine.size - 1
-        constant = torch.tensor(0.0, requires_grad=True)
-        fit(run, [X], lambda step, x: constant if run.rank == last else model(x).sum())
-        ends = engine.all_gather_object(net.weight.tolist(), "ends")
-        assert all(end == ends[0] for end in ends)
-        assert torch.equal(net.weight, start) == (engine.size == 1)
+    started_with, constant = [], torch.tensor(0.0, requires_grad=True)
+    net = trained(
+        engine, data=[X], epochs=1, find_unused_parameters=True,
+        before=lambda t: started_with.append(t.net.weight.detach().clone()),
+        loss=lambda t, x: constant if engine.rank == engine.size - 1 else t.model(x).sum(),
+    ).net  # fmt: skip
+    assert alike(engine, net)
+    assert torch.equal(net.weight, *started_with) == (engine.size == 1)
 
 
 class WithoutClosure(torch.optim.SGD):
@@ -181,24 +194,17 @@ class WithoutClosure(torch.optim.SGD):
 
 
 def test_an_optimizer_whose_step_takes_no_closure(engine):
-    with a_run(engine, epochs=1) as run:
-        net = nn.Linear(3, 1)
-        start = net.weight.detach().clone()
-        model, _ = run.prepare(net, WithoutClosure(net.parameters(), lr=0.1))
-        fit(run, [X], lambda step, x: model(x).sum())
-        assert not torch.equal(net.weight, start)
+    equals_plain(engine, lambda: nn.Linear(3, 1), optimizer=partial(WithoutClosure, lr=0.1))
 
 
 def test_a_gradient_missing_on_one_rank_is_named_on_all(engine):
     if engine.name != "horovod":
         pytest.skip("only Horovod's gradients tell the others")
-    complaint = r"branches\.1\.weight got no gradient"
-    with pytest.raises(UserError, match=complaint), a_run(engine, epochs=1) as run:
-        net = Branches()
-        del net.branches[2]
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        # rank 0 leaves out branch 1
-        fit(run, [X], lambda step, x: (model(x, 0) + (model(x, 1) if run.rank else 0.0)).mean())
+    net = Branches()
+    del net.branches[2]  # and rank 0 leaves out branch 1
+    with pytest.raises(UserError, match=r"branches\.1\.weight got no gradient"):
+        trained(engine, net=net, data=[X], epochs=1,
+                loss=lambda t, x: (t.model(x, 0) + (t.model(x, 1) if engine.rank else 0.0)).mean())  # fmt: skip
 
 
 def test_of_gradients_that_are_not_finite_the_rank_is_named_and_by_a_second_run_the_layer(engine, shared_directory):
@@ -206,16 +212,14 @@ def test_of_gradients_that_are_not_finite_the_rank_is_named_and_by_a_second_run_
     samples, taken, said = X.clone(), [], []
     samples[epoch_order(N, 1, 0)[2 * engine.size : 4 * engine.size][engine.size - 1]] = float("nan")  # of the last rank
     for argv in ((), ("--find-non-finite",)):
-        flags = (*argv, "--checkpoint-steps", "1", "--output-dir", shared_directory)
-        with pytest.raises(Failure) as raised, a_run(engine, *flags, epochs=1, batch_size=2) as run:
-            net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-            model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
-            def loss_of(step, x, model=model):
-                taken.append(step.number)
-                return model(x).mean()
+        def loss(t, x):
+            taken.append(t.step.number)
+            return t.model(x).mean()
 
-            fit(run, [samples], loss_of)
+        with pytest.raises(Failure) as raised:
+            trained(engine, *argv, "--checkpoint-steps", "1", out=shared_directory, data=[samples], epochs=1, batch_size=2,
+                    net=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), loss=loss)  # fmt: skip
         said.append(str(raised.value))
     blamed = f"step 2: gradients are not finite: rank {engine.size - 1} on "
     assert all(line.startswith(blamed) for line in said)
@@ -247,11 +251,9 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
     for due in (lambda: False, lambda: engine.rank == 0 and chance.random() < 0.4):
         due_at = property(lambda self, due=due: 0.0 if due() else math.inf, lambda self, at: None)
         monkeypatch.setattr(CheckpointInterval, "due_at", due_at, raising=False)
-        with a_run(engine, "--output-dir", f"{shared_directory}/{len(ends)}", epochs=3) as run:
-            torch.manual_seed(5)
-            net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-            fit(run, [X, Y], lambda step, x, y, model=model: F.mse_loss(model(x), y))
+        make = lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))  # noqa: E731
+        net = trained(engine, out=f"{shared_directory}/{len(ends)}", epochs=3, net=make, seed=5,
+                      optimizer=partial(torch.optim.Adam, lr=0.1)).net  # fmt: skip
         ends.append([p.tolist() for p in net.parameters()])
         assert bool(steps) == (len(ends) == 2)  # automatic ones in the second run alone
     assert ends[0] == ends[1]
@@ -276,15 +278,14 @@ class OwnGenerators(Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_that_read_the_same_samples_in_their_own_way_train(engine, workers):
     seen = []
-    with a_run(engine, epochs=1) as run:
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(DataLoader(OwnGenerators(engine.rank), 4, shuffle=True, num_workers=workers)):
-                for batch in step.batches():
-                    seen += step.batch.indices[: step.batch.count].tolist()
-                    step.backward(model(batch["x"] + batch["noise"]).mean())
-                step.update()
+
+    def loss(t, batch):
+        seen.extend(t.step.batch.indices[: t.step.batch.count].tolist())
+        return t.model(batch["x"] + batch["noise"]).mean()
+
+    trained(
+        engine, data=[DataLoader(OwnGenerators(engine.rank), 4, shuffle=True, num_workers=workers)], loss=loss, epochs=1
+    )
     assert sorted(itertools.chain(*engine.all_gather_object(seen, "seen"))) == list(range(N))
 
 
@@ -295,22 +296,21 @@ def left_in(samples):
 
 def test_samples_that_a_collate_fn_leaves_out_on_one_rank_do_not_count_on_any(engine):
     """Nor in an evaluation."""
-    with a_run(engine) as run:
-        torch.manual_seed(5)
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        loader = DataLoader(list(X), 4, shuffle=True, collate_fn=left_in)
-        fit(run, [loader], lambda step, x: model(x).square().mean())
-        with run.evaluating(loader) as mine:
+    loader = DataLoader(list(X), 4, shuffle=True, collate_fn=left_in)
+
+    def evaluate(t):
+        with t.run.evaluating(loader) as mine:
             for x in mine:
-                run.record(loss=x[:, 0])
+                t.run.record(loss=x[:, 0])
+
+    t = trained(engine, data=[loader], loss=squares, end=evaluate, seed=5)
     torch.manual_seed(5)
     plain = nn.Linear(3, 1)
     kept = torch.tensor([i not in (1, 4) for i in range(N)])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     alone(plain, optimizer, 4 * engine.size, lambda net, i: net(X[i[kept[i]]]).square().mean())
-    same(net, plain)
-    assert run.evaluation == pytest.approx({"loss": X[kept, 0].mean().item(), "count": N - 2})
+    same(t.net, plain)
+    assert t.run.evaluation == pytest.approx({"loss": X[kept, 0].mean().item(), "count": N - 2})
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -320,15 +320,12 @@ def test_a_step_of_whole_batches_or_without_the_last_has_enough_for_batch_norm(e
     sampler = BatchSampler(SequentialSampler(data[:20]), 4, drop_last=True)
     loader = DataLoader(data, batch_sampler=sampler) if batches else DataLoader(data, 4, drop_last=True)
     seen = []
-    with a_run(engine, epochs=1) as run:
-        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
-        def loss_of(step, x):
-            seen.append(step.batch.count)
-            return model(x).std(0).sum()
+    def loss(t, x):
+        seen.append(t.step.batch.count)
+        return t.model(x).std(0).sum()
 
-        fit(run, [loader], loss_of)
+    trained(engine, net=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), data=[loader], loss=loss, epochs=1)
     whole = 20 if batches else 33 - 33 % (4 * engine.size)
     assert sum(itertools.chain(*engine.all_gather_object(seen, "seen"))) == whole
 
@@ -340,23 +337,21 @@ def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, 
     start = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
     def train(name: str, *flags: str, stop: int = 0) -> dict[str, float]:
-        with contextlib.suppress(Stopped), a_run(engine, "--output-dir", f"{shared_directory}/{name}", *flags) as run:
-            net = copy.deepcopy(start)
-            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-            average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=use_buffers)
-            run.register(average=average)
-            for _ in run.epochs(2):
-                for step in run.steps(X, Y):
-                    for x, y in step.batches():
-                        step.backward(F.mse_loss(model(x), y))
-                    step.update()
-                    average.update_parameters(net)
-                    if step.number == stop:
-                        run.stopping.watch.request_stop("the test")
-                with run.evaluating(N) as mine:
-                    run.record(loss=F.mse_loss(average(X[mine]), Y[mine], reduction="sum"))
-            run.export(f"{shared_directory}/{name}.pt", average)
-        return run.evaluation
+        def each(t):
+            t.average.update_parameters(t.net)
+            if t.step.number == stop:
+                t.run.stopping.watch.request_stop("the test")
+
+        def evaluate(t, epoch):
+            with t.run.evaluating(N) as mine:
+                t.run.record(loss=F.mse_loss(t.average(X[mine]), Y[mine], reduction="sum"))
+
+        average = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=use_buffers)
+        return trained(
+            engine, *flags, out=f"{shared_directory}/{name}", net=lambda: copy.deepcopy(start), each=each, tail=evaluate,
+            optimizer=partial(torch.optim.Adam, lr=0.1), registered=lambda t: dict(average=average(t.net)),
+            end=lambda t: t.run.export(f"{shared_directory}/{name}.pt", t.average),
+        ).run.evaluation  # fmt: skip
 
     whole = train("whole")
     assert train("stopped", stop=1) == {}
@@ -375,13 +370,13 @@ def test_statistics_that_a_registered_module_shares_with_the_model_are_averaged_
     monkeypatch.setattr(
         type(engine), "average_", lambda engine, tensors: averaged.append(len(tensors)) or average(engine, tensors)
     )
-    with a_run(engine) as run:
-        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        run.register(body=nn.Sequential(net[0], net[1]))
-        fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y))
-        with run.evaluating(N) as mine:
-            run.record(loss=F.mse_loss(net(X[mine]), Y[mine], reduction="sum"))
+
+    def evaluate(t):
+        with t.run.evaluating(N) as mine:
+            t.run.record(loss=F.mse_loss(t.net(X[mine]), Y[mine], reduction="sum"))
+
+    trained(engine, net=nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), end=evaluate,
+            registered=lambda t: dict(body=nn.Sequential(t.net[0], t.net[1])))  # fmt: skip
     assert averaged == [2 * (engine.size > 1)]
 
 
@@ -389,42 +384,33 @@ def evaluated(engine, directory, stop: int | None) -> tuple[list, list]:
     """Train with four evaluations, of which number `stop` is stopped. Return the losses of the weights and of their average
     in each, and the state of both."""
     losses: list[list[float]] = []
-    own = torch.zeros(0)  # the statistics that the repeated evaluations begin with
-    with contextlib.suppress(Stopped), a_run(engine, "--output-dir", str(directory), epochs=2) as run:
-        torch.manual_seed(5)
-        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        run.register(average=average)
+    own = []  # the statistics that the repeated evaluations begin with
 
-        def statistics() -> torch.Tensor:
-            return flatten(floating_buffers([net, average]))
+    def statistics(t) -> torch.Tensor:
+        return flatten(floating_buffers([t.net, t.average]))
 
-        def evaluate() -> None:
-            with run.evaluating(N) as mine:
-                if len(losses) == stop and engine.rank == engine.size - 1:
-                    run.stopping.watch.request_stop("the test")
-                    while not run.stopping.watch.stop_reason:  # rank 0 tells all
-                        time.sleep(0.01)
-                for name, judged in (("loss", net), ("averaged", average)):
-                    run.record(**{name: F.mse_loss(judged(X[mine]), Y[mine], reduction="sum")})
-            losses.append([run.evaluation["loss"], run.evaluation["averaged"]])
+    def evaluate(t, again=False) -> None:
+        if not again:
+            own.append(statistics(t).clone())
+        with t.run.evaluating(N) as mine:
+            if len(losses) == stop and engine.rank == engine.size - 1:
+                t.run.stopping.watch.request_stop("the test")
+                while not t.run.stopping.watch.stop_reason:  # rank 0 tells all
+                    time.sleep(0.01)
+            for name, judged in (("loss", t.net), ("averaged", t.average)):
+                t.run.record(**{name: F.mse_loss(judged(X[mine]), Y[mine], reduction="sum")})
+        losses.append([t.run.evaluation["loss"], t.run.evaluation["averaged"]])
 
-        for epoch in run.epochs(2):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(F.mse_loss(model(x), y))
-                step.update()
-                average.update_parameters(net)
-            own = statistics()
-            evaluate()
-            if epoch == 0:
-                evaluate()
-        own = statistics()
-        evaluate()
+    average = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    t = trained(
+        engine, out=directory, optimizer=partial(torch.optim.Adam, lr=0.1), seed=5, end=evaluate,
+        net=lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)),
+        registered=lambda t: dict(average=average(t.net)), each=lambda t: t.average.update_parameters(t.net),
+        tail=lambda t, epoch: (evaluate(t), evaluate(t, again=True) if epoch == 0 else None),
+    )  # fmt: skip
     if stop is not None:
-        assert torch.equal(statistics(), own)
-    return losses, [tensor.tolist() for part in (net, average) for tensor in part.state_dict().values()]
+        assert torch.equal(statistics(t), own[-1])
+    return losses, [tensor.tolist() for part in (t.net, t.average) for tensor in part.state_dict().values()]
 
 
 @pytest.fixture(scope="module")

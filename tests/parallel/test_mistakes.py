@@ -143,24 +143,16 @@ LOCAL = ("--sync-every", "4")
 NEED_TWO = {  # ranks that differ
     "an embedding that changes its weights in each forward pass": (
         dict(net_of=lambda last: nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 1))),
-        r"0 has max_norm, which changes its weights on each rank alone: .*write weight.data.renorm_\(2, 0, 1\)",
-    ),
-    "a bag of them": (
-        dict(net_of=lambda last: nn.EmbeddingBag(5, 3, max_norm=0.5, norm_type=1)),
-        r"the model has max_norm, .*renorm_\(1, 0, 0.5\)",
-    ),
-    "a quantized buffer": (
-        dict(net_of=with_quantized),
-        "it is quantized, and ranks exchange no such tensors: keep its integers",
-    ),
-    "a wider model": (
-        dict(net_of=lambda last: nn.Sequential(nn.Linear(3, 4 + last), nn.Linear(4 + last, 1))),
-        r"rank 0 has 0.weight: \[4, 3\] float32 where rank \d has 0.weight: \[5, 3\] float32: build the same",
-    ),
+        r"0 has max_norm, which changes its weights on each rank alone: .*write weight.data.renorm_\(2, 0, 1\)"),
+    "a bag of them": (dict(net_of=lambda last: nn.EmbeddingBag(5, 3, max_norm=0.5, norm_type=1)),
+        r"the model has max_norm, .*renorm_\(1, 0, 0.5\)"),
+    "a quantized buffer": (dict(net_of=with_quantized),
+        "it is quantized, and ranks exchange no such tensors: keep its integers"),
+    "a wider model": (dict(net_of=lambda last: nn.Sequential(nn.Linear(3, 4 + last), nn.Linear(4 + last, 1))),
+        r"rank 0 has 0.weight: \[4, 3\] float32 where rank \d has 0.weight: \[5, 3\] float32: build the same"),
     "a deeper model": (
         dict(net_of=lambda last: nn.Sequential(*(nn.Linear(3, 3) for _ in range(last)), nn.Linear(3, 1))),
-        r"rank 0 has 0.weight: \[1, 3\] float32 where rank \d has 0.weight: \[3, 3\] float32",
-    ),
+        r"rank 0 has 0.weight: \[1, 3\] float32 where rank \d has 0.weight: \[3, 3\] float32"),
     "another sparse buffer": (
         dict(net_of=lambda last: with_a_graph(torch.eye(3) * (1 + last))),
         r"rank 0 has \[3, 3\] float32 buffer, sparse, SHA-256 \w{12} where rank \d has \[3, 3\] float32 buffer, sparse",
@@ -168,125 +160,74 @@ NEED_TWO = {  # ranks that differ
     "another optimizer": (dict(optimizer_of=adam_on_one), r"rank 0 has SGD where rank \d has Adam"),
     "an optimizer whose parameters come from a set": (
         dict(optimizer_of=lambda net, last: torch.optim.SGD(reversed_if(last, net.parameters()), lr=0.1)),
-        r"rank 0 has weight as parameter 0 of group 0 of SGD where rank \d has bias as parameter 0 .*: .* without sets",
-    ),
-    "other data": (
-        dict(data=lambda last: X[: N - last]),
-        r"the number of samples of run.steps\(\): rank 0 has 22, rank \d has 21: give every rank all samples",
-    ),
-    "other tensors": (
-        dict(data=lambda last: X + last),
-        r"ranks have different data: part 1 of sample \d+ is .* on rank 0, and .* on rank \d: sort the names of files",
-    ),
-    "files in another order": (
-        dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, shuffle=True)),
-        r"ranks have different data: part 1 of sample \d+ is",
-    ),
-    "that of a worker": (
-        dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, num_workers=1)),
-        r"ranks have different data: part 1 of sample \d+ is",
-    ),
-    "another split": (
-        dict(data=lambda last: DataLoader(Subset(list(X), range(last, N - 2 + last)), 4)),
-        r"ranks disagree about which samples the subset has: .*random_split\(..., generator=torch.Generator",
-    ),
+        r"rank 0 has weight as parameter 0 of group 0 of SGD where rank \d has bias as parameter 0 .*: .* without sets"),
+    "other data": (dict(data=lambda last: X[: N - last]),
+        r"the number of samples of run.steps\(\): rank 0 has 22, rank \d has 21: give every rank all samples"),
+    "other tensors": (dict(data=lambda last: X + last),
+        r"ranks have different data: part 1 of sample \d+ is .* on rank 0, and .* on rank \d: sort the names of files"),
+    "files in another order": (dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, shuffle=True)),
+        r"ranks have different data: part 1 of sample \d+ is"),
+    "that of a worker": (dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, num_workers=1)),
+        r"ranks have different data: part 1 of sample \d+ is"),
+    "another split": (dict(data=lambda last: DataLoader(Subset(list(X), range(last, N - 2 + last)), 4)),
+        r"ranks disagree about which samples the subset has: .*random_split\(..., generator=torch.Generator"),
     "another split of a test set": (
         dict(before=lambda run, model, optimizer, last: evaluate(run, Subset(list(X), range(last, 10 + last)))),
-        r"ranks disagree about which samples the subset of the test set has: draw it",
-    ),
-    "rows of another type": (
-        dict(each=lambda run, rows, last: run.gather(rows.double() if last else rows)),
-        r"ranks disagree about the rows of run.gather\(\): rank 0 has \[3\] float32, rank \d has \[3\] float64: give",
-    ),
-    "rows of another width": (
-        dict(each=lambda run, rows, last: run.gather(rows[:, : 3 - last])),
-        r"rank 0 has \[3\] float32, rank \d has \[2\] float32: give it rows of the same shape and type",
-    ),
-    "another queue": (
-        dict(before=a_queue),
-        r"run.register\(queue=...\): the Module has other values on rank \d than on rank 0: create it alike",
-    ),
-    "a scheduler at another step": (
-        dict(before=a_scheduler_at),
-        r"run.register\(scheduler=...\): the StepLR has other values on rank \d than on rank 0: create it alike",
-    ),
-    "a buffer of one rank alone": (
-        dict(each=shifted),
-        r"^the buffer shift is nothing on rank 0, and \[\] float32 on rank \d: make it alike on every rank, or",
-    ),
+        r"ranks disagree about which samples the subset of the test set has: draw it"),
+    "rows of another type": (dict(each=lambda run, rows, last: run.gather(rows.double() if last else rows)),
+        r"ranks disagree about the rows of run.gather\(\): rank 0 has \[3\] float32, rank \d has \[3\] float64: give"),
+    "rows of another width": (dict(each=lambda run, rows, last: run.gather(rows[:, : 3 - last])),
+        r"rank 0 has \[3\] float32, rank \d has \[2\] float32: give it rows of the same shape and type"),
+    "another queue": (dict(before=a_queue),
+        r"run.register\(queue=...\): the Module has other values on rank \d than on rank 0: create it alike"),
+    "a scheduler at another step": (dict(before=a_scheduler_at),
+        r"run.register\(scheduler=...\): the StepLR has other values on rank \d than on rank 0: create it alike"),
+    "a buffer of one rank alone": (dict(each=shifted),
+        r"^the buffer shift is nothing on rank 0, and \[\] float32 on rank \d: make it alike on every rank, or"),
     "a count on some ranks": (
         dict(count_of=lambda last: None if last else 4.0),
         r"ranks disagree about count= of step.backward\(\): rank 0 has one, rank \d has none: give it on all ranks, or",
     ),
     "a sampler of fewer samples than ranks": (
         dict(data=lambda last: DataLoader(TensorDataset(X), 4, sampler=SubsetRandomSampler([0]))),
-        r"1 samples but \d ranks: use -np 1 or fewer",
-    ),
-    "a schedule of one process": (
-        dict(before=one_cycle_of_one_process),
-        r"OneCycleLR is made for 6 steps, and this run has \d steps in 1 epochs over all ranks",
-    ),
-}
+        r"1 samples but \d ranks: use -np 1 or fewer"),
+    "a schedule of one process": (dict(before=one_cycle_of_one_process),
+        r"OneCycleLR is made for 6 steps, and this run has \d steps in 1 epochs over all ranks"),
+}  # fmt: skip
 ALWAYS = {
-    "sparse gradients of a parameter": (
-        dict(net_of=lambda last: Bag()),
-        "^table has sparse gradients, which are not reduced",
-    ),
-    "an average of a replica": (
-        dict(before=an_average_of_a_replica),
-        r"run.register\(average=...\) holds a DataParallel.*: make it of the model that you gave",
-    ),
-    "a loss over all ranks beside local steps": (
-        dict(flags=LOCAL, each=lambda run, rows, last: run.gather(rows)),
-        r"run.gather\(\) cannot go with --sync-every",
-    ),
-    "synchronized batch norm beside local steps": (
-        dict(flags=LOCAL, net_of=of_torch),
-        "SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
-    ),
-}
+    "sparse gradients of a parameter": (dict(net_of=lambda last: Bag()),
+        "^table has sparse gradients, which are not reduced"),
+    "an average of a replica": (dict(before=an_average_of_a_replica),
+        r"run.register\(average=...\) holds a DataParallel.*: make it of the model that you gave"),
+    "a loss over all ranks beside local steps": (dict(flags=LOCAL, each=lambda run, rows, last: run.gather(rows)),
+        r"run.gather\(\) cannot go with --sync-every"),
+    "synchronized batch norm beside local steps": (dict(flags=LOCAL, net_of=of_torch),
+        "SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"),
+}  # fmt: skip
 OF_ENGINES = {
     "horovod": {
-        "Horovod's end": (
-            dict(each=lambda run, rows, last: importlib.import_module("horovod.torch").shutdown()),
-            r"^shutdown\(\) during training, which the other ranks continue: leave it out: hvdtrain does so",
-        ),
-        "the optimizer of a Horovod script": (
-            dict(optimizer_of=distributed),
-            "a DistributedOptimizer would reduce gradients, too: give it the optimizer",
-        ),
-        "an optimizer that Horovod cannot make": (
-            dict(optimizer_of=lambda net, last: Demanding(net.parameters(), 2.0)),
-            "^Demanding cannot be made from parameters alone, as Horovod does .*: give its arguments defaults, or use",
-        ),
-        "an optimizer around another": (
-            dict(optimizer_of=lambda net, last: Around(sgd(net))),
-            "^Around cannot be made from parameters alone, as Horovod does: use --engine ddp",
-        ),
-        "batch norm that normalizes each rank's samples alone": (
-            dict(net_of=of_torch),
-            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
-        ),
-        "a complex parameter": (
-            dict(net_of=lambda last: Complex()),
-            "^wave is complex, which Horovod does not reduce: use --engine ddp",
-        ),
+        "Horovod's end": (dict(each=lambda run, rows, last: importlib.import_module("horovod.torch").shutdown()),
+            r"^shutdown\(\) during training, which the other ranks continue: leave it out: hvdtrain does so"),
+        "the optimizer of a Horovod script": (dict(optimizer_of=distributed),
+            "a DistributedOptimizer would reduce gradients, too: give it the optimizer"),
+        "an optimizer that Horovod cannot make": (dict(optimizer_of=lambda net, last: Demanding(net.parameters(), 2.0)),
+            "^Demanding cannot be made from parameters alone, as Horovod does .*: give its arguments defaults, or use"),
+        "an optimizer around another": (dict(optimizer_of=lambda net, last: Around(sgd(net))),
+            "^Around cannot be made from parameters alone, as Horovod does: use --engine ddp"),
+        "batch norm that normalizes each rank's samples alone": (dict(net_of=of_torch),
+            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"),
+        "a complex parameter": (dict(net_of=lambda last: Complex()),
+            "^wave is complex, which Horovod does not reduce: use --engine ddp"),
     },
     "ddp": {
-        "the end of torch.distributed": (
-            dict(each=lambda run, rows, last: torch.distributed.destroy_process_group()),
-            r"^destroy_process_group\(\) during training, which the other ranks continue: leave it out",
-        ),
-        "Horovod's batch norm": (
-            dict(net_of=of_horovod),
-            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
-        ),
-        "torch's, on CPUs": (
-            dict(net_of=of_torch),
-            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs",
-        ),
+        "the end of torch.distributed": (dict(each=lambda run, rows, last: torch.distributed.destroy_process_group()),
+            r"^destroy_process_group\(\) during training, which the other ranks continue: leave it out"),
+        "Horovod's batch norm": (dict(net_of=of_horovod),
+            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"),
+        "torch's, on CPUs": (dict(net_of=of_torch),
+            "1 is a SyncBatchNorm, which runs on GPUs only: use nn.BatchNorm on CPUs"),
     },
-}
+}  # fmt: skip
 CASES = NEED_TWO | ALWAYS | OF_ENGINES["horovod"] | OF_ENGINES["ddp"]
 
 

@@ -42,12 +42,8 @@ def train(engine, directory, kill=None):
         run.register(own=own, alike=alike, pool=pool, queue=queue, scheduler=scheduler)
         for epoch in run.epochs(2):
             seen["head", epoch] = [
-                torch.rand(()).item(),
-                random.random(),
-                np.random.rand(),
-                own.random(),
-                alike.random(),
-            ]
+                torch.rand(()).item(), random.random(), np.random.rand(), own.random(), alike.random(),
+            ]  # fmt: skip
             for step in run.steps(X):
                 scale = torch.rand(()) + alike.random()
                 for (x,) in step.batches():

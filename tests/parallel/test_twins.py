@@ -12,6 +12,8 @@ SAMPLE = [
     (models.layers, "layer BatchNorm1d", "differs"),
     (models.layers, "layer Conv2d", "works"),
     (models.losses, "loss CrossEntropyLoss, weight= and count=", "works"),
+    (models.checkpointing, "checkpointing, use_reentrant=True, 1 x", "works"),
+    (models.checkpointing, "checkpointing, use_reentrant=False, 2 x", "works"),
     (models.parametrizations, "parametrization nn.utils.parametrizations.weight_norm", "works"),
     (updates.optimizers, "optimizer Adagrad", "works"),
     (updates.precisions, "default dtype torch.bfloat16", "works"),
