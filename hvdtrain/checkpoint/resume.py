@@ -403,7 +403,10 @@ class Resume:
         if before != engine.name and max(self.facts["world_size"], engine.size) > 1 and not engine.takes_turns:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
+        done = {"--epochs": epoch, "--steps": state.step}
         for name, there, here in self.lengthened:
+            if isinstance(here, int) and 0 < here < done[name]:  # run.epochs refuses it
+                continue
             earlier = isinstance(here, int) and isinstance(there, int) and here < there
             so = "training ends earlier" if earlier else "training continues"
             follows = "a learning rate that depends on the end follows the new end"

@@ -72,7 +72,8 @@ def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_
     assert (finished.split(":")[0], best in last) == ("this run has finished", True)
     with pytest.raises(UserError, match=r"for 2 epochs, but epoch 4 has been reached"):
         program(tmp_path, epochs=2, patience=None)
-    assert "training continues" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "instead of" not in said, "a length that is refused"
     program(tmp_path, epochs=0, patience=None)  # no training is wanted
     assert "has finished" not in capsys.readouterr().out
 
