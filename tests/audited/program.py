@@ -45,6 +45,13 @@ class Order:
         return len(self.indices)
 
 
+class AdamW(torch.optim.AdamW):
+    """As the optimizers that Horovod makes: a step within a step."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 def save(state):
     target = f"{CHECKPOINT}.{random.getrandbits(32)}.tmp" if FAULT == "files" else f"{CHECKPOINT}.tmp"
     if FAULT == "torn":
@@ -71,7 +78,7 @@ def main():
             distributed.broadcast(parameter.data, 0)
     model = nn.parallel.DistributedDataParallel(inner) if WORLD > 1 else inner
     average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = (AdamW if FAULT == "derived" else torch.optim.AdamW)(model.parameters(), lr=0.01)
     scheduler = CosineAnnealingLR(optimizer, EPOCHS * STEPS)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
     own = {"model": inner, "average": average, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}

@@ -143,7 +143,6 @@ class Recorder:
         self.log = -1
         self.steps = 0
         self.depth = 0  # of modules that call each other, or a backward pass, which calls some again
-        self.stepping: list[object] = []
         # What names each optimizer in every run; how many have the same class and shapes.
         self.keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.alike: Counter[str] = Counter()
@@ -262,6 +261,16 @@ def samples(inputs: list[Any], batches: Batches) -> list[list[Any]]:
     ]
 
 
+def is_within_a_step() -> bool:
+    """Return whether the hook that calls this is of a step that another step calls, as those of Horovod's optimizers do."""
+    frame, steps = sys._getframe(), 0
+    while frame and steps < 2:
+        code = frame.f_code
+        steps += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
+        frame = frame.f_back  # type: ignore[assignment] # None at the outermost
+    return steps == 2
+
+
 def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -370,21 +379,14 @@ def attach(imported: Any) -> None:
     started: dict[int, Any] = {}
 
     def before_step(optimizer: Any, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not readable():
+        if torch.compiler.is_compiling() or not readable() or is_within_a_step():
             return
-        if any(optimizer is one for one in recorder.stepping):  # a step that raised an error
-            recorder.stepping.clear()
-        recorder.stepping.append(optimizer)
-        if len(recorder.stepping) == 1:  # Horovod's optimizer calls the step of the one that it wraps
-            started[0] = guarded(recorder.before_step, optimizer)
-            if recorder.died_here("within", recorder.steps + 1):
-                end_process()
+        started[0] = guarded(recorder.before_step, optimizer)
+        if recorder.died_here("within", recorder.steps + 1):
+            end_process()
 
     def after_step(optimizer: Any, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not readable():
-            return
-        recorder.stepping = recorder.stepping[:-1]
-        if recorder.stepping:
+        if torch.compiler.is_compiling() or not readable() or is_within_a_step():
             return
         if guarded(recorder.after_step, optimizer, started.pop(0, None)) is False:
             return

@@ -15,6 +15,7 @@ LATER = {"losses", "evaluations", "final weights"}
 # Of the second start alone: the guarantees that fail, and a part of what is said of the first of them.
 AFTERWARDS = {
     "none": (set(), ""),
+    "derived": (set(), ""),  # as Horovod's optimizers: a step within a step
     "nothing": ({"resumes", "work repeated"}, "it starts over"),
     "traceback": ({"resumes", "exit codes"}, "it ends with 1: ValueError: a checkpoint that this program can't read"),
     "weights": ({"weights", *LATER}, "of no step of the whole run; the optimizer's count of steps say: before step 16"),
