@@ -126,8 +126,8 @@ class Own:
             for rank, one in zip(self.ranks, packed, strict=True):
                 with self.as_rank(rank):
                     one |= {name: flattened(self._providers[name].state(moment)) for name in unlike}
-        ranks, whole = self._engine.all_gather_packed(*described(packed), "checkpoint.own")
-        (for_all,), row = described([common])  # not gathered: rank 0 writes
+        ranks, whole = self._engine.all_gather_packed(*in_one_row(packed), "checkpoint.own")
+        (for_all,), row = in_one_row([common])  # not gathered: rank 0 writes
         ranks[0] = for_all | ranks[0]
         return {OWN: contents.encoded(ranks), BYTES: torch.cat([row, whole])}
 
@@ -165,7 +165,7 @@ class Own:
         self._saved = None
 
 
-def described(packed: Sequence[dict[str, tuple[Any, Tensor]]]) -> tuple[list[PackedStates], Tensor]:
+def in_one_row(packed: Sequence[dict[str, tuple[Any, Tensor]]]) -> tuple[list[PackedStates], Tensor]:
     """Return what `unpacked` makes this of again."""
     told: list[PackedStates] = [{name: (value, len(row)) for name, (value, row) in one.items()} for one in packed]
     return told, torch.cat([NO_BYTES, *(row for one in packed for _, row in one.values())])
