@@ -125,20 +125,30 @@ class Flags(argparse.Namespace):
         return {name: str(plain(value)) for name, value in given if not names_files(value) and name != "data_dir"}
 
 
-def plain(value: Any) -> Any:
+def as_text(value: object) -> str:
+    """Return an object as text, without where it is in memory."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def refused(value: object) -> None:
+    """Raise ValueError for an object that JSON does not have."""
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def plain(value: Any, other: Callable[[Any], object] = as_text) -> Any:
     """Return `value` as JSON that a later start of the same command has, too. Tuples, tensors and arrays become lists, sets
-    sorted lists, other objects text."""
+    sorted lists, paths text, and other objects what `other` makes of them."""
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [plain(item, other) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=repr)
+        return sorted((plain(item, other) for item in value), key=repr)
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, other) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # where an object is in memory
+        return plain(value.tolist(), other)
+    return str(value) if isinstance(value, Path) else other(value)
 
 
 def alike(one: object, other: object) -> bool:

@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 from hvdtrain.checks.findings import Findings, Here
-from hvdtrain.engines import atomic
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.cores import cpu_quota
 
@@ -80,31 +80,25 @@ def check_cores(findings: Findings, here: Here, engine: Engine) -> None:
 
 
 def check_output(findings: Findings, here: Here, engine: Engine) -> None:
-    """Check that rank 0 can write a file in `directory` and that every rank sees it. A collective."""
+    """Check that rank 0 can write a file in --output-dir and that every rank sees it. A collective."""
     directory = here.flags.output_dir
     if directory is None:
         return
     name = engine.broadcast_object(f".doctor-{uuid.uuid4().hex}", "probe")
-    written = ""
-    if engine.rank == 0:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            atomic.write(directory / name, "x", sync=False)
-        except OSError as error:
-            written = error.strerror or str(error)
-            what = f"--output-dir {directory} cannot be written: {written}"
-            findings.problem(what, "results would be lost", "name another")
-    written = engine.broadcast_object(written, "written")
-    sees = os.access(directory / name, os.F_OK)
-    missing = [rank for rank, seen in enumerate(engine.all_gather_object(sees, "sees")) if not seen]
-    if engine.rank == 0 and not written:
-        (directory / name).unlink(missing_ok=True)
-        if missing:
-            do = "name a directory on a shared file system"
-            what = f"--output-dir {directory}: ranks {missing} do not see what rank 0 writes there"
-            findings.warning(what, "a restarted run would not find its checkpoint on every host", do)
-        else:
-            findings.ok(f"--output-dir {directory} is written by rank 0 and seen by all")
+    with findings.check("output directory"):
+        with engine.raising_together("probe"), files.output_to(directory):
+            if engine.rank == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                atomic.write(directory / name, "x", sync=False)
+        sees = engine.all_gather_object(os.access(directory / name, os.F_OK), "sees")
+        if engine.rank == 0:
+            (directory / name).unlink(missing_ok=True)
+            if missing := [rank for rank, seen in enumerate(sees) if not seen]:
+                what = f"--output-dir {directory}: ranks {missing} do not see what rank 0 writes there"
+                do = "name a directory on a shared file system"
+                findings.warning(what, "a restarted run would not find its checkpoint on every host", do)
+            else:
+                findings.ok(f"--output-dir {directory} is written by rank 0 and seen by all")
 
 
 def check_all_reduce(findings: Findings, here: Here, engine: Engine) -> None:

@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -416,26 +415,6 @@ def _told(value: Any) -> Any:
 
 
 # ---- with the bytes of their tensors in one row
-
-
-def as_json(value: Any) -> Any:
-    """Return `value` as what JSON gives back, to be compared with it: numbers, text, lists and dictionaries of these.
-
-    Raises ValueError, with what it is, for anything else.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((as_json(item) for item in value), key=repr)
-    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if getattr(value, "shape", None) == () and hasattr(value, "item") and not isinstance(value.item(), complex):
-        return as_json(value.item())  # a scalar of torch or numpy
-    raise ValueError(f"a {type(value).__name__}")
 
 
 def flattened(value: Any) -> tuple[Any, Tensor]:

@@ -1,8 +1,8 @@
 """How long this rank has made no progress, and what to do about it: ask the others where they are, wait, or end the job.
 
-While rank 0 makes no progress, it asks every rank for a report, and judges them (judge.py): first after a few seconds, if it
-waits in a collective, because no time helps ranks that wait in different ones; then when the first limit may be over. The
-others judge only whether rank 0 answers. Called by the thread of watch.py.
+While rank 0 makes no progress, it asks every rank for a report every few seconds, and judges them (judge.py): at once if it
+waits in a collective, because no time helps ranks that wait in different ones; else from the limit of a step on. The others
+judge only whether rank 0 answers. Called by the thread of watch.py.
 """
 
 import select
@@ -23,7 +23,9 @@ from hvdtrain.guards.judge import (
     judge,
 )
 
-FIRST_ASKED = 5.0  # seconds without progress until rank 0 first asks; then at least twice as long, or at the next limit
+ASK_SECONDS = (
+    5.0  # without progress, until rank 0 first asks, and between two times; at most half of the limit of a step
+)
 
 
 class Seen(NamedTuple):
@@ -43,7 +45,7 @@ class Detector:
         self.longest = 0.0  # seconds of the longest step so far
         self.reports: dict[int, Report] = {}  # the answers, by rank
         self.asked_at: float | None = None  # the time, until the answers are judged
-        self._asked_after = self._ask_next = 0.0  # seconds without progress
+        self._ask_next = 0.0  # seconds without progress
         self._seen, self._stalled = 0, 0.0  # `activity.moves` at the last look; seconds since it changed
         self._phase = activity.phase  # phase in which the main thread made its last progress
         self._idle = 0.0  # seconds without progress in which this rank was not at work, less those in which it was
@@ -85,10 +87,11 @@ class Detector:
         """On rank 0: ask, and end the job, unless the reports show a reason for the delay; then ask again later."""
         limit = self.timeouts.step(self.longest)
         if self.asked_at is None:
-            first = FIRST_ASKED if self.activity.collective is not None else limit
+            pause = min(ASK_SECONDS, limit / 2)
+            first = pause if self.activity.collective is not None else limit
             if self._stalled < max(first, self._ask_next):
                 return Seen()
-            self.asked_at, self._asked_after, self.reports = now, self._stalled, {}
+            self.asked_at, self._ask_next, self.reports = now, self._stalled + pause, {}
             return Seen(ask=True)
         if not silent and len(self.reports.keys() | {0}) < len(self.names):
             return Seen()
@@ -101,10 +104,6 @@ class Detector:
         if self.timeouts.patient and not self._reported:
             self._tell_of_work()
         self._excused, self.asked_at = verdict.excused, None
-        # At the limit of a step, where a rank that is known to be stopped is ended; at the latest as long after it again: a
-        # rank in a long phase may hang in a step by then.
-        until_limit = limit - self._stalled if self._stalled < limit else limit
-        self._ask_next = min(self._stalled + max(min(verdict.wait, until_limit), 0.05), 2 * self._asked_after)
         return Seen()
 
     def _doubt_rank_0(self, now: float, silent: bool) -> Seen:

@@ -85,10 +85,9 @@ class Report(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether to end the job, or when to ask again."""
+    """Whether to end the job."""
 
     headline: str | None  # why the job must end; None: it continues
-    wait: float = 0.0  # seconds after which to ask again
     excused: float = 0.0  # seconds without progress that a lack of CPU cores explains
 
 
@@ -160,12 +159,9 @@ def judge(
         advice = remedy.format(seconds=2 * blamed.stalled) if helps else ""
         return Verdict(f"{named(late)} keeps the others waiting, at {blamed.at}; {since}{advice}")
 
-    if silent or outside:
-        wait = min(map(left, [*outside.values(), *([mine] if silent else [])]))
-    else:  # the last one may have entered its collective just now
-        wait = max(map(left, reports.values()))
-    if wait > 0:
-        return Verdict(None, wait, min(starved, MOST_STARVED * mine.limit))
+    # The last one may have entered its collective just now.
+    if silent or outside or max(map(left, reports.values())) > 0:
+        return Verdict(None, min(starved, MOST_STARVED * mine.limit))
 
     last = [rank for rank, report in reports.items() if report.step == behind]
     if len(last) < len(reports):

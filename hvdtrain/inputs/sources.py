@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hvdtrain.engines import portable
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.flags import plain, refused
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.sharding import kept
 
@@ -131,7 +131,7 @@ def data_described(name: str, reason: str, facts: Mapping[str, object]) -> dict[
     data: dict[str, Any] = {"dataset": name}
     for key, value in facts.items():
         try:
-            data[key] = portable.as_json(value)
+            data[key] = plain(value, refused)
         except ValueError as error:
             remedy = "give it numbers, text, or lists and dictionaries of these"
             raise UserError(f"run.describe_data({key}=...) got {error}: {remedy}", everywhere=True) from error

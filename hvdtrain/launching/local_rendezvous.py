@@ -26,7 +26,6 @@ FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
 COME_SECONDS = 10.0  # for a starter whose ranks have failed to reach the others, which would wait for it
 GONE_AFTER = 20  # failed requests to a first starter that had answered before
 MOST_NAMED = 8  # ranks or hosts named in one message
-MOST_RANKS = 2**16  # of one starter
 REQUEST_SECONDS = 5.0  # for the first starter to answer
 
 
@@ -48,17 +47,11 @@ class Came(NamedTuple):
 
 def parse_came(text: bytes, size: int) -> list[Came]:
     """Return what `size` starters have said, as a list in JSON. Raises Failure if it is something else."""
-    try:
-        came = [Came(*each) for each in json.loads(text)]
-    except (ValueError, TypeError, RecursionError):
-        came = []
-    if len(came) != size or not all(
-        isinstance(each.host, str) and type(each.ranks) is int and 0 < each.ranks <= MOST_RANKS for each in came
-    ):
-        raise Failure(
-            f"the starters do not understand each other ({text[:80]!r}): start the same hvdtrain on each host"
-        )
-    return came
+    with contextlib.suppress(ValueError, TypeError):
+        came = [Came(str(host), int(ranks)) for host, ranks in json.loads(text)]
+        if len(came) == size:
+            return came
+    raise Failure(f"the starters do not understand each other ({text[:80]!r}): start the same hvdtrain on each host")
 
 
 def place(rank: int, hosts: Sequence[str]) -> Place:
@@ -104,14 +97,6 @@ def address_of(interface: str) -> str:
     raise UserError(f"--interface {interface}: not on this host, or without an IPv4 address (`ip -br addr` lists them)")
 
 
-def address_towards(address: str) -> str:
-    """Return the local IPv4 address used to reach `address`. Raises UserError if it is unreachable."""
-    try:
-        return own_address_towards(address)
-    except OSError as error:
-        raise UserError(f"{address}, where rank 0 should be, cannot be reached: {error.strerror}") from None
-
-
 class Meeting:
     """One starter's side of the rendezvous. Call `come`, then `wait` once its ranks are ready to begin.
 
@@ -138,35 +123,37 @@ class Meeting:
     def come(self, ranks: int) -> None:
         """Register this starter with `ranks` ranks; the first starter begins to listen. Raises UserError."""
         try:
-            self._find_address()
-            self._register(ranks)
+            self._find_addresses()
+            if self.number == 0:
+                self._listen()
+            self._request("PUT", "hosts", str(self.number), json.dumps(Came(socket.gethostname(), ranks)).encode())
         finally:
             self._came.set()
 
-    def _find_address(self) -> None:
+    def _find_addresses(self) -> None:
         """Find out where the first starter listens, and the network interface of the job. Raises UserError."""
-        address = resolve(self._host, self._deadline)
+        address = own = resolve(self._host, self._deadline)
         if self.interface:
             own = address_of(self.interface)
         else:
-            own = address if self.number == 0 else address_towards(address)
+            if self.number:
+                try:
+                    own = own_address_towards(address)
+                except OSError as error:
+                    message = f"{address}, where rank 0 should be, cannot be reached: {error.strerror}"
+                    raise UserError(message) from None
             self.interface = interface_with(own)
         self._address = own if self.number == 0 else address
 
-    def _register(self, ranks: int) -> None:
-        mine = json.dumps(Came(socket.gethostname(), ranks)).encode()
-        if self.number == 0:
-            from hvdtrain.launching.rendezvous_server import Rendezvous  # imports asyncio
+    def _listen(self) -> None:
+        from hvdtrain.launching.rendezvous_server import Rendezvous  # imports asyncio
 
-            try:
-                self._server = Rendezvous(self._address, self.port, self._secret)
-            except OSError as error:
-                remedy = "set MASTER_PORT (or --port) to a free port above 1023, the same for every rank"
-                raise UserError(f"cannot listen on {self._address}:{self.port} ({error.strerror}): {remedy}") from None
-            self.port = self._server.port
-            self._server.put("hosts", "0", mine)
-        else:
-            self._request("PUT", f"hosts/{self.number}", mine)
+        try:
+            self._server = Rendezvous(self._address, self.port, self._secret)
+        except OSError as error:
+            remedy = "set MASTER_PORT (or --port) to a free port above 1023, the same for every rank"
+            raise UserError(f"cannot listen on {self._address}:{self.port} ({error.strerror}): {remedy}") from None
+        self.port = self._server.port
 
     def wait(self) -> None:
         """Report that this starter's ranks are ready. Return once all starters are ready.
@@ -174,11 +161,11 @@ class Meeting:
         Raises UserError if a starter does not connect in time, Failure if a host has failed.
         """
         if self._server is None:
-            self._request("PUT", f"ready/{self.number}")
+            self._request("PUT", "ready", str(self.number))
             # The first starter gives up earlier, and names the missing ranks.
             self._deadline = time.monotonic() + 3 * self.seconds
-            came = parse_came(self._request("GET", "known/hosts"), self.size)
-            self._request("PUT", f"met/{self.number}")
+            came = parse_came(self._request("GET", "known", "hosts"), self.size)
+            self._request("PUT", "met", str(self.number))
             self._place(came)
             return
         server, where = self._server, f"{self._address}:{self.port}"
@@ -187,14 +174,14 @@ class Meeting:
                      f"were all {self.size} started?")  # fmt: skip
         told = server.get("hosts")
         came = parse_came(b"[%s]" % b",".join(told[str(number)] for number in range(self.size)), self.size)
-        server.put("ready", "0", b"")
+        server.answer("PUT", "ready", "0")
         self._deadline = time.monotonic() + self.seconds
         self._all_in("ready", lambda late: f"still importing: {listed([came[number].host for number in late])}; "
                      f"--wait gives more than {self.seconds:.0f} s")  # fmt: skip
         self._place(came)
         server.expect(self.hosts)
-        server.put("known", "hosts", json.dumps(came).encode())
-        server.put("met", "0", b"")
+        server.answer("PUT", "known", "hosts", json.dumps(came).encode())
+        server.answer("PUT", "met", "0")
         # Wait, because this process and its server may end before a slower starter has read the hosts.
         self._all_in(
             "met", lambda late: f"{listed([came[number].host for number in late])} connected, then stopped answering"
@@ -226,12 +213,9 @@ class Meeting:
     def fail(self, reason: str) -> None:
         """Tell the other starters that this one's ranks have failed, if they can still be reached."""
         self._came.wait(COME_SECONDS)
-        line = f"{socket.gethostname()}: {reason}".encode()
-        if self._server is not None:
-            self._server.put("failed", "any", line)
-        elif self._reached:
+        if self._reached:
             with contextlib.suppress(OSError):
-                self._once("PUT", "failed/any", line)
+                self._once("PUT", "failed", "any", f"{socket.gethostname()}: {reason}".encode())
 
     def linger(self) -> None:
         """On the first starter, at its end: if ranks have failed, wait until the other starters have noticed."""
@@ -240,11 +224,8 @@ class Meeting:
 
     def failure(self) -> str | None:
         """Return which other host's ranks have failed, and how; None if none are known to have failed."""
-        if self._server is not None:
-            told = self._server.get("failed").get("any")
-            return None if told is None else told.decode(errors="replace")
         with contextlib.suppress(OSError):  # the first starter has ended
-            if told := self._once("GET", "failed/any"):
+            if self._reached and (told := self._once("GET", "failed", "any")):
                 return told.decode(errors="replace")
         return None
 
@@ -263,13 +244,13 @@ class Meeting:
                 self.say(f"waiting for {len(late)} of {self.size} for {now - began:.0f} s: {complaint(late)}")
             time.sleep(self._poll)
 
-    def _request(self, method: str, path: str, data: bytes = b"") -> bytes:
+    def _request(self, method: str, scope: str, key: str, data: bytes = b"") -> bytes:
         """Send a request to the first starter until there is an answer, and return it. Raises UserError, Failure."""
         gone = 0
         while True:
             why: object = "not every rank connected"
             try:
-                answer = self._once(method, path, data)
+                answer = self._once(method, scope, key, data)
                 if answer is not None:
                     return answer
                 gone = 0
@@ -281,14 +262,17 @@ class Meeting:
                 why, gone = error, gone + self._reached
             if time.monotonic() > self._deadline or gone > GONE_AFTER:
                 raise UserError(f"the ranks did not meet at rank 0's {self._address}:{self.port}: {why}")
-            if self._reached and (failed := self.failure()):
+            if failed := self.failure():
                 raise Failure(failed)
             time.sleep(self._poll)
 
-    def _once(self, method: str, path: str, data: bytes = b"") -> bytes | None:
+    def _once(self, method: str, scope: str, key: str, data: bytes = b"") -> bytes | None:
         """Send one request and return the answer; None if there is no such key. Raises OSError if there is no answer."""
-        seconds = min(REQUEST_SECONDS, max(0.5, self._deadline - time.monotonic()))
-        answer = request(self._where(), method, f"/{path}", data, seconds)
+        if self._server is not None:
+            answer = self._server.answer(method, scope, key, data)
+        else:
+            seconds = min(REQUEST_SECONDS, max(0.5, self._deadline - time.monotonic()))
+            answer = request(self._where(), method, f"/{scope}/{key}", data, seconds)
         self._reached = True
         return answer
 

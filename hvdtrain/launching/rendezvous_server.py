@@ -61,10 +61,24 @@ class Rendezvous:
         with self._lock:
             return dict(self._scopes.get(scope, {}))
 
-    def put(self, scope: str, key: str, value: bytes) -> None:
-        """Store `value` under /`scope`/`key`."""
+    def answer(self, method: str, scope: str, key: str, value: bytes = b"") -> bytes | None:
+        """Execute a request. Return the body of the answer; None if there is no such key."""
         with self._lock:
-            self._scopes.setdefault(scope, {})[key] = value
+            values = self._scopes.setdefault(scope, {})
+            if method == "GET":
+                return values.get(key)
+            if method == "PUT":
+                values[key] = value
+                if complete := self._complete.pop((scope, len(values)), None):
+                    complete.set()
+            elif scope in self._sizes:
+                finished = self._finished.setdefault(scope, set())
+                finished.add(key)
+                if len(finished) == self._sizes[scope]:
+                    del self._scopes[scope], self._finished[scope]
+            else:
+                values.pop(key, None)
+        return b""
 
     def expect(self, hosts: list[str]) -> None:
         """Remove each scope once all its ranks are done with it, so that Horovod can be initialized again.
@@ -124,23 +138,7 @@ class Rendezvous:
         value = await reader.readexactly(int(length[1]) if length else 0)
         if method == b"GET" and (asked := SELECTION.fullmatch(key)):
             return await self._selection(scope, int(asked[1]), int(asked[2]))
-        with self._lock:
-            if method == b"GET":
-                return self._scopes.get(scope, {}).get(key)
-            if method == b"PUT":
-                values = self._scopes.setdefault(scope, {})
-                values[key] = value
-                if complete := self._complete.pop((scope, len(values)), None):
-                    complete.set()
-            elif scope in self._sizes:
-                finished = self._finished.setdefault(scope, set())
-                finished.add(key)
-                if len(finished) == self._sizes[scope]:
-                    self._scopes.pop(scope, None)
-                    del self._finished[scope]
-            else:
-                self._scopes.get(scope, {}).pop(key, None)
-        return b""
+        return self.answer(method.decode(), scope, key, value)
 
     async def _selection(self, scope: str, rank: int, size: int) -> bytes:
         """Return the addresses meant for `rank` when all have come; nothing after SELECTION_SECONDS."""

@@ -140,7 +140,7 @@ def test_a_user_id_without_a_name_needs_a_home(monkeypatch):
 def test_an_output_directory_that_cannot_be_looked_at_is_a_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--engine", "serial", "--output-dir", f"{tmp_path}/{'x' * 300}"])
     assert doctor.main() == 1
-    assert "cannot be written: File name too long" in capsys.readouterr().out
+    assert "cannot be written (File name too long)" in capsys.readouterr().out
 
 
 def test_the_doctor_names_a_gpu_that_would_be_left_idle(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.guards import detector
 from hvdtrain.guards.activity import UNREAD, Activity
 from hvdtrain.guards.connection import Peer, Peers
-from hvdtrain.guards.detector import FIRST_ASKED, Detector
+from hvdtrain.guards.detector import ASK_SECONDS, Detector
 from hvdtrain.guards.judge import HangTimeouts
 
 
@@ -166,7 +166,7 @@ def test_ranks_in_different_collectives_are_told_before_any_limit(late):
     assert rank == 0
     assert headline.startswith("ranks wait in different collectives (rank 0 in evaluate.names at ")
     assert headline.endswith(f"all must call the same ones; no step for {at - 1:.0f} s after step 1")
-    assert at - 1 <= 2 * max(late, FIRST_ASKED) + 2 < 30
+    assert at - 1 <= 2 * max(late, ASK_SECONDS) + 2 < 30
 
 
 def test_a_collective_that_takes_long_is_no_difference():

@@ -79,7 +79,7 @@ LONGER = " (if it was at work, and not hung: start with --watch 62)"
 KEEPS = "rank 1 on h0 keeps the others waiting, at o.py:2, o; no step for 31 s after step 7"
 SILENT = "rank 1 on h0 does not answer (stopped, spinning outside Python, or cut off); no step for 31 s after step 7"
 # Reports by rank, rank 0 asks; None: does not answer. What else is known. The whole line, its beginning (before "..."), or
-# the seconds after which to ask again.
+# None: the job continues.
 SITUATIONS = {
     "one is outside": ([waiting(), outside()], {}, KEEPS),
     "one of a thousand": ([waiting(), outside(), *[waiting()] * 998], {}, KEEPS),
@@ -87,22 +87,22 @@ SITUATIONS = {
     "who asks has updated": ([waiting(phase="the end of a step"), outside()], {}, KEEPS),
     "two are outside": ([waiting(), outside(at="a.py:1, f"), outside()], {},
                         "rank 1 on h0 and rank 2 on h0 keeps the others waiting, at a.py:1, f;..."),
-    "one evaluates": ([waiting(), outside(**EVALUATES)], {}, 269.0),
+    "one evaluates": ([waiting(), outside(**EVALUATES)], {}, None),
     "one has evaluated for too long": ([waiting(400.0), outside(300.0, **EVALUATES)], {}, "rank 1 on h0 keeps..."),
-    "one goes on evaluating": ([waiting(4000.0), outside(0.25, **EVALUATES)], {}, 299.75),
+    "one goes on evaluating": ([waiting(4000.0), outside(0.25, **EVALUATES)], {}, None),
     "one hangs beside one that saves": ([waiting(), outside(), outside(5.0, phase="checkpoint", limit=600.0)], {}, KEEPS),
     "one is silent in a step": ([waiting(), None], {}, SILENT),
-    "one is silent in an evaluation": ([outside(**EVALUATES), None], {}, 269.0),
+    "one is silent in an evaluation": ([outside(**EVALUATES), None], {}, None),
     "one is silent in an evaluation, stopped": (
         [outside(**EVALUATES), None, None], dict(stopped={2}),
         "rank 2 on h0 does not answer (stopped, spinning outside Python, or cut off); no progress for 31 s in evaluation, "
         "after step 7"),
     "one is silent between epochs, where all come together": ([waiting(**BETWEEN), None], {}, "rank 1 on h0 does not..."),
-    "cores are short": ([waiting(starved=10.0), outside(starved=20.0)], {}, Verdict(None, 29.0, 30.0)),
-    "cores are short, nearly nine times the limit": ([waiting(299.0, starved=1e6), outside(299.0)], {}, 1.0),
+    "cores are short": ([waiting(starved=10.0), outside(starved=20.0)], {}, Verdict(None, 30.0)),
+    "cores are short, nearly nine times the limit": ([waiting(299.0, starved=1e6), outside(299.0)], {}, None),
     "cores are short, for longer": ([waiting(300.0, starved=1e6), outside(300.0)], {}, "rank 1 on h0 keeps..."),
     "all wait": ([waiting(), waiting()], {}, "all ranks wait in a collective (loss): look at the network between them;..."),
-    "all wait, one has just come": ([waiting(), waiting(1.0)], {}, 29.0),
+    "all wait, one has just come": ([waiting(), waiting(1.0)], {}, None),
     "all wait, one a step behind": ([waiting(), waiting(step=6)], {}, "rank 1 on h0 is behind, at w.py:1, w;..."),
     # what the user can do if the rank was sound
     "hint: not in a step": ([waiting(), outside()], ANNOUNCE, KEEPS),
@@ -113,9 +113,9 @@ SITUATIONS = {
     "hint: a silent script": ([waiting(), None], WATCH, SILENT + LONGER),
     "hint: not for one that was stopped": ([waiting(), None], WATCH | dict(stopped=[1]), SILENT),
     # On GPUs, collectives are only queued: every rank but the one that hangs waits at a line of its own.
-    "gpu: one reads": ([waiting(**GRADIENTS), on_gpu(**READS)], {}, 569.0),
+    "gpu: one reads": ([waiting(**GRADIENTS), on_gpu(**READS)], {}, None),
     "gpu: one reads for too long": ([waiting(601.0, **GRADIENTS), on_gpu(601.0, **READS)], {}, "rank 1 on h0 keeps..."),
-    "gpu: one reads, the others are a step ahead": ([on_gpu(**NEXT), on_gpu(**READS), on_gpu(**NEXT)], {}, 569.0),
+    "gpu: one reads, the others are a step ahead": ([on_gpu(**NEXT), on_gpu(**READS), on_gpu(**NEXT)], {}, None),
     "gpu: and for too long": (
         [on_gpu(601.0, **NEXT), on_gpu(601.0, **READS), on_gpu(601.0, **NEXT)], {}, "rank 1 on h0 keeps..."),
     "gpu: one waits for its queue": ([on_gpu(**NEXT, at="autograd:1, backward"), on_gpu(at="o.py:2, o")], {},
@@ -127,7 +127,7 @@ SITUATIONS = {
     "gpu: one is silent": ([on_gpu(**NEXT), None, on_gpu(**NEXT)], {}, "rank 1 on h0 does not answer..."),
     "gpu: the network": ([waiting(**GRADIENTS)] * 3, {}, "all ranks wait in a collective (gradients): look at..."),
     "gpu: one behind": ([waiting(**GRADIENTS), waiting(**GRADIENTS, **NEXT)], {}, "rank 0 on h0 is behind, at w.py:1, w..."),
-    "gpu: one has just come": ([on_gpu(**NEXT), on_gpu(1.0)], {}, 29.0),
+    "gpu: one has just come": ([on_gpu(**NEXT), on_gpu(1.0)], {}, None),
     "cpu: nobody is ahead of a rank that hangs": ([outside(**NEXT), outside()], {},
                                                   "rank 0 on h0 and rank 1 on h0 keeps..."),
 }  # fmt: skip
@@ -140,8 +140,8 @@ def test_what_is_said_of_a_standstill(what):
     verdict = judge(answered, names(len(reports)), **known)
     if isinstance(expected, Verdict):
         assert verdict == expected
-    elif isinstance(expected, float):
-        assert (verdict.headline, verdict.wait) == (None, expected)
+    elif expected is None:
+        assert verdict.headline is None
     elif expected.endswith("..."):
         assert verdict.headline.startswith(expected.removesuffix("..."))
     else:
@@ -175,15 +175,14 @@ def test_whoever_is_blamed_has_had_its_time_and_nobody_waits_for_ever(standstill
 
     verdict = judge(reports, who)
     assert judge(dict(reversed(reports.items())), who) == verdict  # whoever answered first
-    asked = 0
-    while verdict.headline is None:
-        assert 0 < verdict.wait <= 600 * (1 + MOST_STARVED)
-        # No one had a reason to be blamed yet, and after that time nobody has moved.
+    for _ in range(1000):
+        if verdict.headline is not None:
+            break
+        # No one had a reason to be blamed yet, and after some time nobody has moved.
         assert not any(overdue(report) and report.collective is None for report in reports.values())
-        later = {rank: r._replace(stalled=r.stalled + verdict.wait + 1e-6) for rank, r in reports.items()}
-        reports, asked = later, asked + 1
-        assert asked <= len(LIMITS) * ranks
+        reports = {rank: report._replace(stalled=report.stalled + 60.0) for rank, report in reports.items()}
         verdict = judge(reports, who)
+    assert verdict.headline is not None
     # Exactly those who are to blame are named before the first comma or semicolon.
     blamed = {rank for rank in range(ranks) if who[rank] + " " in verdict.headline.split(",")[0].split(";")[0] + " "}
     silent = set(range(ranks)) - set(reports)

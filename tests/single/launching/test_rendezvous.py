@@ -65,7 +65,7 @@ def test_large_values_arrive_whole(server):
 def test_a_scope_is_forgotten_once_all_its_ranks_have_finished(server):
     server.expect(["x", "x", "y"])
     for rank in range(3):
-        server.put("global", str(rank), b"sockets")
+        server.answer("PUT", "global", str(rank), b"sockets")
     for rank in (0, 1, 1):  # one of them twice
         ask(server, "DELETE", f"global/{rank}")
     assert len(server.get("global")) == 3
@@ -105,7 +105,7 @@ def test_a_rank_that_waits_for_one_that_does_not_come_is_told_nothing_after_a_wh
 
 def test_hundreds_that_connect_before_anybody_asks_are_all_answered(server):
     """A listen queue of five drops the others, and each comes again after a second or more."""
-    server.put("many", "key", b"value")
+    server.answer("PUT", "many", "key", b"value")
     connections = [connect(server) for _ in range(200)]
     for connection in connections:
         head = f"GET {server.server.prefix}/many/key HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n"
@@ -286,9 +286,7 @@ def test_starters_with_another_secret_are_told_at_once():
         meeting(1, first.port, "that of another user").come(1)
 
 
-@pytest.mark.parametrize(
-    "answer", ["{}", "[]", "7", "[[1, 2], [3, 4]]", '[["a", 1], ["b", true]]', "[" * 5000, '[["a", 1], ["b"]]']
-)
+@pytest.mark.parametrize("answer", ["{}", "[]", "7", '[["a", 1], ["b", "x"]]', '[["a", 1], ["b"]]'])
 def test_what_no_starter_says_is_one_line(answer):
     first = meeting(0, 0)
     first.come(1)
