@@ -49,7 +49,7 @@ class NotStored(TypeError):
         return f"{self.what} at {self.place}" if self.place else self.what
 
 
-def described(tensor: Tensor, place: object) -> Held:
+def stand_in(tensor: Tensor, place: object) -> Held:
     """Return the JSON object that stands for a tensor. place: its bytes, or where they are, as JSON."""
     return {TENSOR: place, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
@@ -232,7 +232,7 @@ class _Encoder:
             ends = ((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
             memory = value.device, value.untyped_storage().data_ptr()
             self._require_apart(memory, value.data_ptr(), sum(ends) * value.element_size() + value.element_size())
-        held = described(value, self._put(value.detach()))
+        held = stand_in(value, self._put(value.detach()))
         if kind is nn.Parameter:
             return {KIND: "parameter", "value": held, "more": value.requires_grad}
         return {KIND: "leaf", "value": held} if value.requires_grad and value.is_leaf else held
@@ -258,7 +258,7 @@ class _Encoder:
 
     def _bytes(self, value: bytes | bytearray) -> Held:
         content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-        return described(content, self._put(content))
+        return stand_in(content, self._put(content))
 
     def _class(self, kind: type) -> list[str]:
         try:
