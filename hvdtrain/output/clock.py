@@ -42,7 +42,6 @@ class RankTimes(NamedTuple):
 class Window(NamedTuple):
     """The measurements between two reports."""
 
-    steps: int
     ranks: list[RankTimes]
     rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
 
@@ -107,7 +106,7 @@ class Clock:
     def _open_window(self) -> None:
         self._window_began = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
-        self._steps = self._samples = self._local_samples = 0
+        self._samples = self._local_samples = 0
         self._without_core = seconds_without_core()
 
     def mark(self, phase: str, at: float | None = None) -> float:
@@ -121,8 +120,7 @@ class Clock:
         return at
 
     def end_step(self, samples: int, local_samples: int) -> float:
-        """Count a step and its samples, over all ranks and on this rank. Return the time, as `mark`."""
-        self._steps += 1
+        """Count the samples of a step, over all ranks and on this rank. Return the time, as `mark`."""
         self._samples += samples
         self._local_samples += local_samples
         now = self.mark("compute")
@@ -155,11 +153,10 @@ class Clock:
         """Return the measurements of all ranks since the last call. A collective: 56 bytes per rank."""
         if self._device_times is not None:
             self._seconds = self._device_times.take()
-        steps = self._steps
         rows = engine.all_gather(torch.tensor(self.times(engine.device), dtype=torch.float64), "measure").tolist()
         ranks = list(map(RankTimes._make, rows))
         self.totals = added(self.totals, ranks)
-        return Window(steps, ranks, self.rates() | shares(ranks))
+        return Window(ranks, self.rates() | shares(ranks))
 
     def times(self, device: torch.device) -> RankTimes:
         """Return this rank's measurements since the last window. device: whose memory is meant."""

@@ -1,4 +1,4 @@
-"""The progress display of rank 0: tqdm's bar on a terminal, or a line now and then; and the slowest rank.
+"""The progress display of rank 0: tqdm's bar on a terminal, or a line now and then.
 
 A rank's own streams do not show whether its output goes to a terminal: with Open MPI, stdout is a pseudo-terminal even if
 mpirun writes to a file. So the stdout of mpirun is examined. Other launchers pass their own terminal on, or a pipe.
@@ -6,7 +6,6 @@ mpirun writes to a file. So the stdout of mpirun is examined. Other launchers pa
 
 import contextlib
 import os
-import statistics
 import sys
 import threading
 import time
@@ -16,13 +15,11 @@ from typing import Any, NamedTuple, TextIO
 
 from hvdtrain.engines import lines
 from hvdtrain.launching import processes
-from hvdtrain.output.clock import RankTimes, Window, shares
+from hvdtrain.output.clock import Window, shares
 from hvdtrain.output.metric_names import PHASES
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
 KNOWN_SECONDS = 2.0  # measured time before the time left is estimated
-SLOWER = 0.1  # a rank is reported as slow if it computes longer by more than this fraction
-LATELY_STEPS, LATELY_SECONDS = 10, 1.0  # measured in one window before a rank is reported as slow
 OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
 # Options with which it writes before each line, or to files, too.
 TAGS = ("tag-output", "timestamp-output", "output", "output-filename")
@@ -72,29 +69,14 @@ def find_screen() -> Screen | None:
     return None
 
 
-def slowest(ranks: Sequence[RankTimes]) -> tuple[int, float] | None:
-    """Return the rank with the longest compute time and its relative excess over the usual one; None if below 10 %.
-
-    The usual time is the median; of two ranks, that of the faster.
-    """
-    usual = statistics.median_low(rank.compute for rank in ranks)
-    rank = max(range(len(ranks)), key=lambda rank: ranks[rank].compute)
-    excess = ranks[rank].compute / max(usual, 1e-9) - 1
-    return (rank, excess) if excess > SLOWER else None
-
-
-def figures_of(window: Window, hosts: Sequence[str]) -> list[str]:
-    """Return what was measured, most important figures first, because a narrow terminal shows only those. hosts: by rank."""
+def figures_of(window: Window) -> list[str]:
+    """Return what was measured, most important figures first, because a narrow terminal shows only those."""
     share = shares(window.ranks)
     parts = [f"{window.rates['samples_per_second']:,.0f} samples/s"]
     parts += [f"{phase} {share[f'{phase}_share']:.0%}" for phase in PHASES]
     parts.append(f"{max(rank.resident_bytes for rank in window.ranks) / 1e9:.1f} GB/rank")
     if cuda_bytes := max(rank.cuda_bytes for rank in window.ranks):
         parts.append(f"GPU {cuda_bytes / 1e9:.1f} GB")
-    measured = window.steps >= LATELY_STEPS and window.ranks[0].elapsed >= LATELY_SECONDS
-    if measured and (late := slowest(window.ranks)):
-        rank, excess = late
-        parts.append(f"slowest: rank {rank} on {hosts[rank]}, computes {excess:.0%} longer")
     return parts
 
 
@@ -102,7 +84,6 @@ class Display:
     """Shows the progress: a bar on a terminal, otherwise a line every 10 s. say: prints a line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.hosts: list[str] = []  # by rank
         self._say, self._screen = say, find_screen()
         self._bar: Any = None  # tqdm's
         self._since: tuple[float, int] | None = None  # time and step of the first report: the start-up ends there
@@ -110,7 +91,7 @@ class Display:
 
     def show(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
         """Show the progress. steps: total number of steps. figures: training metrics, such as "loss 0.3136"."""
-        measured, now = figures_of(window, self.hosts), time.monotonic()
+        measured, now = figures_of(window), time.monotonic()
         if self._screen is not None:
             self._bar = self._bar or bar(self._screen, step)
             self._bar.desc, self._bar.total, self._bar.n = epoch, steps, step

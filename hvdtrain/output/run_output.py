@@ -126,8 +126,6 @@ class RunOutput(records.Events):
         facts = {"rank": engine.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(engine.device)}
         ranks = engine.all_gather_object(facts, "ranks")
         hosts, threads = len({rank["host"] for rank in ranks}), torch.get_num_threads()
-        if self._display is not None:
-            self._display.hosts = [rank["host"] for rank in ranks]
         self.say(
             f"{engine.size} rank{'s'[: engine.size > 1]} on {hosts} host{'s'[: hosts > 1]}, {engine.description}, "
             f"{engine.device.type}, {threads} torch thread{'s'[: threads > 1]} per rank"
