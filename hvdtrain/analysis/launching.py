@@ -14,6 +14,7 @@ from pathlib import Path
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import without_launcher
+from hvdtrain.launching.processes import marked
 
 MARK = "HVDTRAIN_JOB"  # environment variable of every process of a job, however its launcher starts it
 TERM_SECONDS = 10.0  # time for a launcher to end its ranks
@@ -84,19 +85,9 @@ def end(process: subprocess.Popen[bytes], job: str) -> None:
     """Ask the launcher to end its ranks, which it may not wait for; then kill what is left of the job."""
     process.terminate()  # nothing, if it has ended
     until = time.monotonic() + TERM_SECONDS
-    while (left := members(job)) and (now := time.monotonic()) < until + TERM_SECONDS:
+    while (left := marked(f"{MARK}={job}".encode())) and (now := time.monotonic()) < until + TERM_SECONDS:
         for pid in left if now > until else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.poll()  # reaps it, so that no zombie is left
         time.sleep(0.05)
-
-
-def members(job: str) -> list[int]:
-    """Return the process ids of `job`, found by their environment."""
-    needle, found = f"{MARK}={job}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if needle in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hvdtrain.launching.processes import marked
 
 BOOT = Path(__file__).resolve().parent / "boot"
 VARIABLE = "HVDTRAIN_AUDIT"
@@ -146,18 +148,13 @@ def copy(source: BinaryIO, target: BinaryIO) -> None:
             target.flush()
 
 
-def members(log: Path) -> Iterator[int]:
-    """Yield the processes of a run, wherever its launcher has put them: each has the audit's variable in its environment."""
-    mark = f'{VARIABLE}={{"log": {json.dumps(str(log))},'.encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX" and mark in (folder / "environ").read_bytes():
-                yield int(folder.name)
+def members(log: Path) -> list[int]:
+    """Return the processes of a run, wherever its launcher has put them: each has the audit's variable."""
+    return marked(f'{VARIABLE}={{"log": {json.dumps(str(log))},'.encode())
 
 
 def kill_all(log: Path) -> None:
-    while pids := list(members(log)):  # again: one may have forked meanwhile
+    while pids := members(log):  # again: one may have forked meanwhile
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -167,7 +164,7 @@ def kill_all(log: Path) -> None:
 def leavers(log: Path, seconds: float) -> list[str]:
     """Return the commands of processes that are still there a while after their launcher's end."""
     end = time.monotonic() + seconds
-    while (pids := list(members(log))) and time.monotonic() < end:
+    while (pids := members(log)) and time.monotonic() < end:
         time.sleep(0.05)
     commands = []
     for pid in pids:

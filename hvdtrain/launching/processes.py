@@ -103,6 +103,16 @@ def descendants(pid: int) -> list[int]:
     return found + [each for child in found for each in descendants(child)]
 
 
+def marked(mark: bytes) -> list[int]:
+    """Return the processes that have `mark` in their environment. A zombie has none."""
+    found = []
+    for path in PROC.glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if mark in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
 def command_line(pid: int) -> list[str]:
     """Return the words of a process's command line; none if they cannot be read."""
     with contextlib.suppress(OSError):
