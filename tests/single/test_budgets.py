@@ -36,7 +36,7 @@ BUDGETS = {
     "hvdtrain/features": 1140,  # with --virtual-ranks
     "hvdtrain/guards": 1660,
     "hvdtrain/inputs": 2780,  # with what persistent workers do not see, samplers without an engine, virtual ranks, restart
-    "hvdtrain/launching": 2310,  # with the question whether forked ranks keep CUDA
+    "hvdtrain/launching": 2320,  # with the question whether forked ranks keep CUDA
     "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
     "hvdtrain/output": 1590,  # with --virtual-ranks
