@@ -10,8 +10,11 @@ PYTHONPATH brings a recorder into it. {out} in the command stands for the folder
 """
 
 import argparse
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 SIGNALS = ("one", "all", "term")
@@ -22,22 +25,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def positive(text: str) -> float:
+def positive(text: str, kind: Callable[[str], float] = float, below: float = 1e9) -> float:
     """Raises ValueError, which argparse tells."""
-    value = float(text)
-    if not 0 < value < 1e9:
+    if not 0 < kind(text) < below:
         raise ValueError(text)
-    return value
+    return kind(text)
 
 
-def count(text: str) -> int:
-    if not 0 < int(text) < 10000:
-        raise ValueError(text)
-    return int(text)
+def count(text: str) -> float:
+    return positive(text, int, 10_000)
 
 
 def signals(text: str) -> list[str]:
-    if not text or set(text.split(",")) - set(SIGNALS):
+    if set(text.split(",")) - set(SIGNALS):
         raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(SIGNALS)}, with commas")
     return text.split(",")
 
@@ -47,44 +47,47 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     usage = f"python -m {__package__} [OPTIONS] -- (FILE | -m MODULE | PROGRAM) ARGUMENTS..."
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(__package__, usage, __doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("-np", type=count, default=1, metavar="N", help="ranks")
-    parser.add_argument(
-        "--launcher", choices=("none", "torchrun", "mpirun", "horovodrun"),
-        help="what starts the ranks; none: the command does (default: none for one rank, else torchrun)",
-    )  # fmt: skip
-    parser.add_argument("--kills", type=count, default=4, metavar="K", help="how many runs are killed and resumed")
-    parser.add_argument("--seed", type=int, default=1, help="of the places and signals that are drawn")
-    parser.add_argument("--only-kill", type=count, metavar="N", help="perform the kill of this number alone")
-    parser.add_argument(
-        "--signals", type=signals, default=list(SIGNALS), metavar="LIST",
-        help="SIGKILL of one rank, of all; SIGTERM to the launcher (default: one,all,term)",
-    )  # fmt: skip
-    parser.add_argument("--grace", type=positive, default=30.0, metavar="SECONDS", help="from SIGTERM to SIGKILL")
-    parser.add_argument("--then-np", type=count, metavar="M", help="resume with so many ranks instead")
-    parser.add_argument(
-        "--resume-command", metavar="LINE", help="resume with this command line instead of the same one"
-    )
-    parser.add_argument(
-        "--timeout", type=positive, metavar="SECONDS",
-        help="of a run (default: an hour; then a minute and five times what a whole run took)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metric-regex", metavar="REGEX", help="its group is a metric, in what is printed, or under {out}"
-    )
-    parser.add_argument("--output-dir", default="audit", metavar="DIR", help="for audit.json and what the runs said")
-    parser.add_argument("--keep", action="store_true", help="keep what the program wrote in each run")
-    parser.add_argument("--junit", metavar="FILE", help="write the verdicts as a JUnit file too")
+    launched = "what starts the ranks; none: the command does (default: none for one rank, else torchrun)"
+    signalled = "SIGKILL of one rank, of all; SIGTERM to the launcher (default: one,all,term)"
+    timed = "of a run (default: an hour; then a minute and five times what a whole run took)"
+    add = parser.add_argument
+    add("-np", type=count, default=1, metavar="N", help="ranks")
+    add("--launcher", choices=("none", "torchrun", "mpirun", "horovodrun"), help=launched)
+    add("--kills", type=count, default=4, metavar="K", help="how many runs are killed and resumed")
+    add("--seed", type=int, default=1, help="of the places and signals that are drawn")
+    add("--only-kill", type=count, metavar="N", help="perform the kill of this number alone")
+    add("--signals", type=signals, default=list(SIGNALS), metavar="LIST", help=signalled)
+    add("--grace", type=positive, default=30.0, metavar="SECONDS", help="from SIGTERM to SIGKILL")
+    add("--then-np", type=count, metavar="M", help="resume with so many ranks instead")
+    add("--resume-command", metavar="LINE", help="resume with this command line instead of the same one")
+    add("--timeout", type=positive, metavar="SECONDS", help=timed)
+    add("--metric-regex", metavar="REGEX", help="its group is a metric, in what is printed, or under {out}")
+    add("--output-dir", default="audit", metavar="DIR", help="for audit.json and what the runs said")
+    add("--keep", action="store_true", help="keep what the program wrote in each run")
+    add("--junit", metavar="FILE", help="write the verdicts as a JUnit file too")
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
     options.command = words[end + 1 :]
-    if not options.command:
-        parser.error(f"which program? python -m {__package__} [OPTIONS] -- train.py --out {{out}}")
-    if not any("{out}" in word for word in options.command):
-        parser.error("put {out} into the command, where the program is told its output folder: each run needs its own")
-    if options.resume_command and "{out}" not in options.resume_command:
-        parser.error("put {out} into --resume-command, where the program is told its output folder")
     options.launcher = options.launcher or ("none" if options.np == 1 else "torchrun")
-    if options.then_np and options.launcher == "none" and not options.resume_command:
-        parser.error("--launcher none starts what the command says: give --resume-command for --then-np, or a launcher")
+    resuming = options.resume_command or "{out}"
+    try:
+        re.compile(options.metric_regex or "")
+        options.resume_command = shlex.split(resuming) if options.resume_command else None
+    except re.error as error:
+        parser.error(f"--metric-regex: {error}")
+    except ValueError as error:
+        parser.error(f"--resume-command: {error}")
+    place = "where the program is told its output folder"
+    mistakes = [
+        (not options.command, f"which program? python -m {__package__} [OPTIONS] -- train.py --out {{out}}"),
+        ("{out}" not in " ".join(options.command), f"put {{out}} into the command, {place}: each run needs its own"),
+        ("{out}" not in resuming, f"put {{out}} into --resume-command, {place}"),
+        (options.then_np and options.launcher == "none" and not options.resume_command,
+         "--launcher none starts what the command says: give --resume-command for --then-np, or a launcher"),
+        (not Path(options.junit or ".").resolve().parent.is_dir(), f"--junit {options.junit}: there is no such folder"),
+    ]  # fmt: skip
+    for wrong, said in mistakes:
+        if wrong:
+            parser.error(said)
     return options

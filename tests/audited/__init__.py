@@ -1,14 +1,22 @@
-"""Programs that hvdtrain.audit looks at, and the server that forks them."""
+"""Programs that hvdtrain.audit looks at, and the server that forks them; an audit of a command line."""
 
 import contextlib
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.audited import forked
-from tests.e2e.launchers import environment
+from tests.e2e.launchers import ROOT, environment
 from tests.waiting import wait_for
+
+
+def audit(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """Perform an audit in a folder, by the arguments on its command line."""
+    line = [sys.executable, "-m", "hvdtrain.audit", *shlex.split(words)]
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=380)
 
 
 @contextlib.contextmanager

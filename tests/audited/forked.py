@@ -86,9 +86,8 @@ def fork(request, rank, output, torch):
     sys.argv = request["words"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     if "HVDTRAIN_AUDIT" in os.environ:
-        import hvdtrain_audit_recorder
-
-        hvdtrain_audit_recorder.attach(torch)
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")  # the recorder
     code = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

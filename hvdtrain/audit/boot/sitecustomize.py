@@ -1,60 +1,421 @@
-"""Python imports this by itself at its start, because the audit put this folder at the front of PYTHONPATH.
+"""Inside the audited program: a line of JSON for each step of an optimizer, and for each call in an evaluation.
 
-It waits until the program has imported torch, then `hvdtrain_audit_recorder` takes over. It adds no other name that a
-program could import by mistake, and runs the sitecustomize that the environment has of its own.
+Python imports this by itself at its start, because the audit put this folder at the front of PYTHONPATH. It waits until
+the program has imported torch. It reads, and changes nothing: it draws no random number, and writes no tensor. It also ends
+the process at the place that HVDTRAIN_AUDIT names.
+
+A line has kind (step, evaluation, unreadable). That of a step: key (which optimizer), first (of it in this process), before
+and after (digest of its weights; its state, as `state_of` has it), buffers, options (of each group), random (generators,
+before the first forward pass), rows (content and index of each sample), loss, scale (of a GradScaler), file (the newest one
+as large as the weights).
 """
 
+import contextlib
+import ctypes
+import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
+import random
+import resource
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-# Without pathlib: every process imports this file, also those that need nothing of it.
-HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+# log: a prefix of files; out: a folder; whole: bool; kill: a place, or null
+ORDER = json.loads(os.environ.get("HVDTRAIN_AUDIT", "null"))
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+FACTORS: dict[Any, Any] = {}  # odd numbers, on each device
+# Runs before a call until its yield, and the rest after it; yields the name of a place.
+Around = Generator[str, Any, None]
+torch: Any = None  # this file may not import it before the program does
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=6).hexdigest()
+
+
+def memory_of(tensor: Any) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def raw(tensor: Any) -> bytes:
+    """Return the bytes of a tensor; of a large one, wherever it is, sums of its 64-bit words in exact integers."""
+    if tensor.nbytes < 4096 and tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous():
+        return memory_of(tensor)  # soon: most tensors of a small model
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):  # a DTensor: the part of this rank
+        tensor = tensor.to_local()
+    if tensor.layout != torch.strided:
+        return raw(tensor.coalesce().values()) if tensor.layout == torch.sparse_coo else raw(tensor.to_dense())
+    tensor = tensor.contiguous()
+    if tensor.nbytes < 4096 or tensor.nbytes % 8:
+        return memory_of(tensor.cpu())
+    # A part of a larger tensor, as after a broadcast of many in one, may begin between two words.
+    tensor = tensor.clone() if tensor.data_ptr() % 8 else tensor
+    words = tensor.view(-1).view(torch.int64)
+    if words.device not in FACTORS:
+        mixed = torch.arange(1 << 20, device=words.device) * 0x1E3779B97F4A7C15
+        FACTORS[words.device] = (mixed ^ mixed >> 29) * 0x3F58476D1CE4E5B9 | 1
+    multiplied = torch.dot if words.is_cpu else lambda part, factors: (part * factors).sum()
+    factors = FACTORS[words.device]
+    parts = words.split(len(factors)) if len(words) > len(factors) else [words]
+    return repr([multiplied(part, factors[: len(part)]).item() for part in parts]).encode()
+
+
+def tensors_in(value: object) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from tensors_in(value[key])
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return next((int(os.environ[name]) for name in RANKS if os.environ.get(name, "").isdigit()), 0)
+
+
+def generators() -> dict[str, int]:
+    """Return a checksum of each generator's state: those that every program has, not ones that it made itself."""
+    # Python's and numpy's from their memory, 624 words and a position: to ask for them takes as long as a small step.
+    states = {"python": ctypes.string_at(id(random._inst) + object.__basicsize__, 2500)}
+    states["torch"] = memory_of(torch.get_rng_state())
+    bits: Any = sys.modules["numpy.random"].mtrand._rand._bit_generator if "numpy.random" in sys.modules else None
+    if type(bits).__name__ == "MT19937":  # unless the program has put in another kind
+        states["numpy"] = ctypes.string_at(bits.ctypes.state_address, 2500)
+    if torch.cuda.is_initialized():
+        states["CUDA"] = memory_of(torch.cuda.get_rng_state())
+    return {name: zlib.crc32(state) for name, state in states.items()}
+
+
+def rows_of(tensor: Any, sums: list[int] | None = None) -> list[int]:
+    """Return a checksum of each row. sums: those of another tensor's rows, which these continue."""
+    data = tensor.detach().cpu().contiguous()
+    width = data.nbytes // max(1, len(data))
+    whole = memoryview(memory_of(data))
+    return [zlib.crc32(whole[i * width : (i + 1) * width], sums[i] if sums else 0) for i in range(len(data))]
+
+
+def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
+    """Return content and index of each row. Inputs that have no row for each sample belong to the content of all."""
+    columns = [tensor for tensor in inputs if len(tensor) == len(inputs[0])]
+    shared = zlib.crc32(b"".join(raw(tensor) for tensor in inputs if len(tensor) != len(inputs[0])))
+    contents = [shared] * len(inputs[0])
+    for tensor in columns:
+        contents = rows_of(tensor, contents)
+    return list(zip(contents, batches.indices(max(columns, key=lambda tensor: tensor[:1].nbytes)), strict=True))
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def weights_of(optimizer: Any) -> str:
+    return digest(*map(raw, parameters_of(optimizer)))
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """Return the number of parameters that have a state, its digest, and the greatest number of steps that it counts."""
+    states = [state for parameter in parameters_of(optimizer) if (state := optimizer.state.get(parameter))]
+    values = [state[name] for state in states for name in sorted(state, key=str)]
+    numbers = [value for value in values if isinstance(value, (int, float))]
+    steps = [float(state["step"]) for state in states if "step" in state]
+    return [len(states), digest(*map(raw, tensors_in(values)), repr(numbers).encode()), max(steps, default=0)]
+
+
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    kept = (int, float, tuple, torch.Tensor)
+    return [
+        {name: float(value) if isinstance(value, torch.Tensor) else value for name, value in group.items()
+         if name != "params" and isinstance(value, kept)} for group in optimizer.param_groups
+    ]  # fmt: skip
+
+
+def persistent_buffers(modules: Any) -> Iterator[Any]:
+    for outer in modules:
+        for module in outer.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield buffer
+
+
+def newest_file(optimizer: Any) -> list[Any]:
+    """Return time of change, path and size of the newest file under {out} that may have the weights of a rank in it."""
+    smallest = max(1, sum(p.nbytes for p in parameters_of(optimizer)) // 2 // int(os.environ.get("WORLD_SIZE", 1)))
+    newest: list[Any] = []
+    for folder, _, names in os.walk(ORDER["out"]):
+        for path in (f"{folder}/{name}" for name in names):
+            with contextlib.suppress(OSError):  # another process has removed it
+                status = os.stat(path)  # noqa: PTH116
+                if status.st_size >= smallest:
+                    newest = max(newest, [status.st_mtime_ns, os.path.relpath(path, ORDER["out"]), status.st_size])
+    return newest
+
+
+class Batches:
+    """The batches that DataLoaders have delivered, with the index of each sample: tells augmented samples apart."""
+
+    def __init__(self) -> None:
+        # Of each iterator, the indices that it has drawn, oldest first.
+        self.drawn: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        self.delivered: deque[tuple[list[Any], list[list[int]]]] = deque(maxlen=64)
+
+    def draw(self, indices: object, iterator: object) -> None:
+        self.drawn.setdefault(iterator, deque()).append(indices)
+
+    def deliver(self, batch: object, iterator: object) -> None:
+        waiting = self.drawn.get(iterator)
+        indices = waiting.popleft() if waiting else None
+        if isinstance(indices, (list, tuple)):
+            same = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == len(indices)]
+            named = [index if isinstance(index, int) else str(index) for index in indices]
+            self.delivered.append((named, [rows_of(tensor) for tensor in same]))
+
+    def indices(self, tensor: Any) -> list[Any]:
+        """Return the index of each row, or None."""
+        rows = rows_of(tensor) if self.delivered else []
+        for indices, columns in self.delivered:
+            for column in columns:
+                for start in range(len(column) - len(rows) + 1):  # more than 0 where a program splits its batch
+                    if column[start] == rows[0] and column[start : start + len(rows)] == rows:
+                        return indices[start : start + len(rows)]
+        return [None] * len(tensor)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.pid = 0  # of the process that has opened the log; a forked rank opens its own
+        self.log = -1
+        self.steps = self.calls = 0  # of optimizers; of modules in evaluation since the last of these
+        self.depth = 0  # of modules that call each other, or a backward pass, which calls some again
+        # The optimizers whose steps call each other: Horovod's calls that of the one that it wraps.
+        self.stepping: list[tuple[object, Around | None]] = []
+        # What names each optimizer in every run, and its last `after`; how many have the same class and shapes.
+        self.known: weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]] = weakref.WeakKeyDictionary()
+        self.alike: Counter[str] = Counter()
+        self.batches = Batches()
+        # Of the step to come:
+        self.rows: list[tuple[int, Any]] = []
+        self.losses: list[Any] = []
+        self.random: dict[str, int] | None = None
+        # Modules that were called in training, by id, for their buffers.
+        self.modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.scaler: Any = None
+        self.limit = 0  # of a file, in bytes
+
+    def write(self, kind: str, **line: Any) -> None:
+        if self.pid != os.getpid():
+            self.pid, self.steps = os.getpid(), 0
+            path = f"{ORDER['log']}.{rank()}.{self.pid}"
+            self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        if self.limit:
+            limit_file_size(None)
+        os.write(self.log, (json.dumps({"kind": kind} | line, default=str) + "\n").encode())
+        if self.limit:
+            limit_file_size(self.limit)
+
+    def advance(self, around: Around, result: Any = None) -> None:
+        """Let `around` read, and end the process if it is to end here. What can't be read may not end the program."""
+        place = ""
+        try:
+            place = around.send(result)
+        except StopIteration:
+            return
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                where = getattr(around, "__name__", "")
+                self.write("unreadable", error=f"{where}: {type(error).__name__}: {error}"[:300])
+        kill = ORDER["kill"]
+        if place and kill and kill["number"] == self.steps and kill["rank"] in (rank(), None):
+            if place == kill["place"] and kill.get("call", self.calls) == self.calls:
+                end_process(kill["how"])
+            elif (place, kill["place"]) == ("step", "file"):
+                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+                resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+                self.limit = kill["bytes"]
+                limit_file_size(self.limit)
+
+    def reads(self) -> bool:
+        """Not in other threads, and not where a CUDA graph records the call."""
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return threading.get_ident() == threading.main_thread().ident and not captured
+
+    def module_call(self, module: Any, *arguments: Any, **named: Any) -> Around:
+        if not self.reads():
+            return
+        # A wrapper's own flag may say evaluation while what it wraps is trained: Lightning's around DistributedDataParallel.
+        training = torch.is_grad_enabled() and any(inner.training for inner in module.modules())
+        if training:
+            self.modules[id(module)] = module
+            if self.random is None:
+                self.random = generators()
+                self.losses.clear()  # of no sample: backward passes for DistributedDataParallel's buckets, after a resume
+            inputs = [tensor for tensor in tensors_in([arguments, named]) if tensor.dim()]
+            if inputs and not any(tensor.grad_fn is not None for tensor in inputs):
+                self.rows += samples(inputs, self.batches)
+        self.depth = 1
+        try:
+            result = yield "" if training else "evaluation"
+        finally:
+            self.depth = 0
+        if not training:
+            self.calls += 1
+            call = [digest(*map(raw, tensors_in(some))) for some in ([arguments, named], result)]
+            self.write("evaluation", call=call)
+
+    def backward(self, tensors: Any, *_: Any, **__: Any) -> Around:
+        if not self.reads():
+            return
+        self.losses += [loss.detach() for loss in tensors_in([tensors]) if loss.numel() == 1]
+        self.depth = 1  # activation checkpointing calls modules again: these are no new samples
+        try:
+            yield ""
+        finally:
+            self.depth = 0
+
+    def scaler_step(self, scaler: Any, *_: Any, **__: Any) -> Around:
+        self.scaler = scaler
+        yield ""
+
+    def step(self, optimizer: Any) -> Around:
+        first = optimizer not in self.known
+        key, before = ("", [None, state_of(optimizer)]) if first else self.known[optimizer]
+        if first or ORDER["whole"]:  # anew: programs clip weights, too
+            before = [weights_of(optimizer), before[1]]
+        yield "within"
+        if not self.losses and not any(float(group.get("lr", 1)) for group in optimizer.param_groups):
+            return  # no step of the training: loaders of states make one with a learning rate of 0
+        if first:
+            shapes = repr([tuple(parameter.shape) for parameter in parameters_of(optimizer)])
+            alike = f"{type(optimizer).__name__} {digest(shapes.encode())}"
+            key, self.alike[alike] = f"{alike} {self.alike[alike]}", self.alike[alike] + 1
+        after = [weights_of(optimizer), state_of(optimizer) if ORDER["whole"] else None]
+        self.known[optimizer] = key, after
+        scale = [self.scaler.get_scale(), int(self.scaler._get_growth_tracker())] if self.scaler is not None else []
+        self.write(
+            "step", time=time.time(), key=key, first=first, before=before, after=after, options=options_of(optimizer),
+            buffers=digest(*map(raw, persistent_buffers(self.modules.values()))), random=self.random or generators(),
+            rows=self.rows, loss=[repr(float(loss)) for loss in self.losses], scale=scale,
+            file=newest_file(optimizer) if rank() == 0 else [],
+        )  # fmt: skip
+        self.rows, self.losses, self.random = [], [], None
+        self.steps, self.calls = self.steps + 1, 0
+        yield "step"
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling() or not self.reads():
+            return
+        if any(optimizer is one for one, _ in self.stepping):  # a step that raised an error
+            self.stepping.clear()
+        around = self.step(optimizer) if not self.stepping else None
+        self.stepping.append((optimizer, around))
+        if around:
+            self.advance(around)
+
+    def after_step(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and self.reads() and self.stepping:
+            around = self.stepping.pop()[1]
+            if around:
+                self.advance(around)
+
+    def next_index(self, iterator: Any) -> Around:
+        self.batches.draw((yield ""), iterator)
+
+    def next_batch(self, iterator: Any) -> Around:
+        self.batches.deliver((yield ""), iterator)
+
+    def put(self, owner: Any, name: str, around: Callable[..., Around], outermost: bool = False) -> None:
+        """Run `around` around each call of owner.name. outermost: not within a module's call or a backward pass."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling() or (outermost and self.depth):
+                return original(*arguments, **named)
+            reading = around(*arguments, **named)
+            try:
+                self.advance(reading)
+                result = original(*arguments, **named)
+                self.advance(reading, result)
+                return result
+            finally:
+                reading.close()
+
+        setattr(owner, name, call)
+
+
+def limit_file_size(count: int | None) -> None:
+    """The kernel ends this process in the middle of a write that passes so many bytes of a file, whoever writes."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if count is None else count, hard))
+
+
+def end_process(how: str) -> None:
+    """End by itself; or the audit ends all ranks, or sends SIGTERM to the launcher."""
+    if how == "one":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(os.open(f"{ORDER['log']}.asked", os.O_WRONLY | os.O_CREAT))
+    end = time.monotonic() + (3600 if how == "all" else 2)
+    while time.monotonic() < end and not os.path.exists(f"{ORDER['log']}.sent"):  # noqa: PTH110
+        time.sleep(0.002)
+
+
+def attach(imported: Any) -> None:
+    """Put a recorder between the program and torch."""
+    global torch
+    torch = imported
+    recorder = Recorder()
+    recorder.put(torch.nn.Module, "__call__", recorder.module_call, outermost=True)
+    recorder.put(torch.autograd, "backward", recorder.backward, outermost=True)
+    recorder.put(torch.amp.GradScaler, "step", recorder.scaler_step)
+    recorder.put(torch.utils.data.dataloader._BaseDataLoaderIter, "_next_index", recorder.next_index)
+    recorder.put(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", recorder.next_batch)
+    optimizers = sys.modules["torch.optim.optimizer"]  # torch.optim deletes this name
+    optimizers.register_optimizer_step_pre_hook(recorder.before_step)
+    optimizers.register_optimizer_step_post_hook(recorder.after_step)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `then` with a module once its import is complete. A child that is forked before that has its own copy."""
+    """Attaches the recorder once the import of torch is complete. A child that is forked before that has its own copy."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]):
-        self.name = name
-        self.then = then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self.then(module)
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                attach(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def record(torch: ModuleType) -> None:
-    import hvdtrain_audit_recorder  # beside this file: on the path of the audited program, and nowhere else
-
-    hvdtrain_audit_recorder.attach(torch)
-
-
-def run_the_next_sitecustomize() -> None:
-    elsewhere = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]  # noqa: PTH100
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-if os.environ.get("HVDTRAIN_AUDIT"):
-    sys.meta_path.insert(0, AfterImport("torch", record))
-run_the_next_sitecustomize()
+if ORDER and "torch" in sys.modules:
+    attach(sys.modules["torch"])
+elif ORDER:
+    sys.meta_path.insert(0, AfterImport())
+# The sitecustomize that the environment has of its own.
+others = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
+if (own := importlib.machinery.PathFinder.find_spec("sitecustomize", others)) is not None and own.loader is not None:
+    own.loader.exec_module(importlib.util.module_from_spec(own))

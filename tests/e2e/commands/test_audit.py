@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.audited import forked
-from tests.e2e.launchers import environment
+from tests.audited import audit, forked
+from tests.e2e.launchers import ROOT, environment
 from tests.waiting import wait_for
 
 PROGRAM = forked.__file__.replace("forked", "program")
-ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 380
-
-
-def audit(folder, *words):
-    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    line = [sys.executable, "-m", "hvdtrain.audit", *words]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -47,7 +39,7 @@ def test_an_audit_that_is_ended_leaves_no_process(number, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
-    done = audit(tmp_path, "-np", "2", "--", PROGRAM, "{out}", "none")
+    done = audit(tmp_path, f"-np 2 -- {shlex.quote(PROGRAM)} {{out}} none")
     assert done.returncode == 0, done
     assert "All that was seen held, in 4 kills" in done.stdout
 
@@ -57,7 +49,7 @@ def test_two_ranks(tmp_path):
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_hvdtrain_resumes(launcher, tmp_path):
     words = "-m hvdtrain.mnist --dataset digits --epochs 2 --checkpoint-steps 3 --no-progress --output-dir {out}"
-    done = audit(tmp_path, "-np", "2", "--launcher", launcher, "--kills", "4", "--", *words.split())
+    done = audit(tmp_path, f"-np 2 --launcher {launcher} -- {words}")
     assert done.returncode == 0, done
 
 

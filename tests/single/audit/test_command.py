@@ -70,7 +70,7 @@ def test_another_command_goes_on_with_another_number_of_ranks(server, audited, t
     code, said, progress = audited(*words)
     assert code == 0, (said, progress)
     (kill,) = json.loads((tmp_path / "audit/audit.json").read_text())["kills"]
-    assert kill["verdicts"]["samples"]["text"] == "each as often; their order is left out: another number of ranks"
+    assert kill["verdicts"]["samples"]["text"] == "each as often; their order is left out"
     assert kill["verdicts"]["final weights"] == {"status": "left out", "text": "another number of ranks", "step": None}
     assert len(list((tmp_path / "audit").glob("kill-1-resumed.[01].*"))) == 2
     kept = {path.name for path in (tmp_path / "audit/out").iterdir() if (path / "checkpoint.pt").exists()}
@@ -114,6 +114,7 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
         (["train.py", "{out}"], "unrecognized arguments: train.py {out}"),
         (["--", "train.py"], "put {out} into the command"),
         (["--resume-command", "train.py", "--", "train.py", "{out}"], "put {out} into --resume-command"),
+        (["--resume-command", "'{out}", "--", "train.py", "{out}"], "--resume-command: No closing quotation"),
         (
             ["--then-np", "2", "--", "train.py", "{out}"],
             "--launcher none starts what the command says: give --resume-command",
@@ -121,6 +122,10 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
         (["--kills", "0", "--", "train.py", "{out}"], "argument --kills: invalid count value: '0'"),
         (["--signals", "kill", "--", "train.py", "{out}"], "'kill': some of one,all,term, with commas"),
         (["--metric-regex", "(", "--", "train.py", "{out}"], "--metric-regex: missing )"),
+        (
+            ["--junit", "absent/junit.xml", "--", "train.py", "{out}"],
+            "--junit absent/junit.xml: there is no such folder",
+        ),
         (["--output-dir", ".", "--", "train.py", "{out}"], "has something else in it: choose another --output-dir"),
         (["--", "absent.py", "{out}"], "the program itself ends with 2, without any kill"),
         (["--", "absent-program", "{out}"], "absent-program can't be started: No such file or directory"),

@@ -1,7 +1,6 @@
 """The recorder by itself: a digest is of a tensor's values, wherever they lie in memory; what counts as training."""
 
-import json
-import sys
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,12 @@ from hvdtrain import audit
 @pytest.fixture
 def recorder(monkeypatch):
     """The module that runs inside of an audited program."""
-    monkeypatch.setenv("HVDTRAIN_AUDIT", json.dumps({"log": "", "out": "", "whole": True, "kill": None}))
-    monkeypatch.syspath_prepend(str(Path(audit.__file__).parent / "boot"))
-    import hvdtrain_audit_recorder
-
-    monkeypatch.setattr(hvdtrain_audit_recorder, "torch", torch)
-    yield hvdtrain_audit_recorder
-    del sys.modules["hvdtrain_audit_recorder"]
+    path = Path(audit.__file__).parent / "boot/sitecustomize.py"
+    spec = importlib.util.spec_from_file_location("recorder", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # without HVDTRAIN_AUDIT in the environment, it attaches itself to nothing
+    module.torch, module.ORDER = torch, {"log": "", "out": "", "whole": True, "kill": None}
+    return module
 
 
 @pytest.mark.parametrize("count", [3, 2_000, 2_001])
@@ -42,20 +40,19 @@ def test_a_wrapper_trains_if_a_module_in_it_does(inner, grad, rows, recorder):
     recording = recorder.Recorder()
     recording.losses.append(torch.tensor(0.0))  # of a backward pass before any sample: it is of no step
     with torch.set_grad_enabled(grad):
-        recording.enter(wrapper, [torch.ones(2, 3)])
-    assert (len(recording.rows), recording.evaluating, len(recording.losses)) == (rows, rows == 0, rows == 0)
+        place = next(recording.module_call(wrapper, torch.ones(2, 3)))
+    assert (len(recording.rows), place, len(recording.losses)) == (rows, "" if rows else "evaluation", rows == 0)
 
 
 def test_a_step_that_only_makes_an_optimizers_state_is_none_of_the_training(recorder, monkeypatch):
     """set_state_dict of torch.distributed.checkpoint makes one, and Composer by it, with a learning rate of 0."""
     lines, recording = [], recorder.Recorder()
-    monkeypatch.setattr(recording, "write", lines.append)
+    monkeypatch.setattr(recording, "write", lambda kind, **line: lines.append(line))
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.0)
-    assert not recording.after_step(optimizer, recording.before_step(optimizer))
-    recording.losses.append(torch.tensor(1.0))  # the first of a warm-up, which begins with 0
-    assert recording.after_step(optimizer, recording.before_step(optimizer))
-    recording.losses.append(torch.tensor(1.0))
-    assert recording.after_step(optimizer, recording.before_step(optimizer))
-    assert ["before" in line for line in lines] == [True, False]
+    assert list(recording.step(optimizer)) == ["within"]
+    for _ in range(2):  # of a warm-up, which begins with 0
+        recording.losses.append(torch.tensor(1.0))
+        assert list(recording.step(optimizer)) == ["within", "step"]
+    assert [line["first"] for line in lines] == [True, False]
     assert {line["key"].rpartition(" ")[2] for line in lines} == {"0"}
