@@ -28,7 +28,7 @@ BUDGETS = {
     # With batches by the memory of the GPUs, the loader for loops of others, virtual ranks, plots of the report, lost steps.
     "hvdtrain/*": 2970,
     "hvdtrain/analysis": 460,
-    "hvdtrain/audit": 1360,
+    "hvdtrain/audit": 1370,
     "hvdtrain/checkpoint": 3170,  # with one state of many ranks, numbers that a state lacks, modes of modules
     "hvdtrain/checks": 440,
     "hvdtrain/datasets": 1910,
@@ -43,11 +43,11 @@ BUDGETS = {
     "hvdtrain/training": 20,
     "launch": 4830,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
-    "tests/audited": 370,  # with the server of the peers' libraries
+    "tests/audited": 380,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
     "tests/bench": 1730,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1770,
     "tests/device": 660,
-    "tests/e2e": 6800,  # with an export and a loss of one rank alone, an older stop under Slurm
+    "tests/e2e": 6780,  # with an export and a loss of one rank alone, an older stop under Slurm
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
@@ -55,8 +55,8 @@ BUDGETS = {
     "tests/parallel": 3160,  # with one state of many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
-    # tails of resumed epochs; the comparison in README with the page of peers.
-    "tests/single": 23090,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
+    # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
+    "tests/single": 23290,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
     "tests/twins": 1850,
 }
 

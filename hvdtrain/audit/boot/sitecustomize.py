@@ -123,6 +123,16 @@ def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
     return list(zip(contents, batches.indices(max(columns, key=lambda tensor: tensor[:1].nbytes)), strict=True))
 
 
+def is_within_a_step() -> bool:
+    """Return whether the hook that calls this is of a step that another step calls, as those of Horovod's optimizers do."""
+    frame, steps = sys._getframe(), 0
+    while frame and steps < 2:
+        code = frame.f_code
+        steps += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
+        frame = frame.f_back  # type: ignore[assignment] # None at the outermost
+    return steps == 2
+
+
 def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -205,8 +215,7 @@ class Recorder:
         self.log = -1
         self.steps = self.calls = 0  # of optimizers; of modules in evaluation since the last of these
         self.depth = 0  # of modules that call each other, or a backward pass, which calls some again
-        # The optimizers whose steps call each other: Horovod's calls that of the one that it wraps.
-        self.stepping: list[tuple[object, Around | None]] = []
+        self.stepping: Around | None = None
         # What names each optimizer in every run, and its last `after`; how many have the same class and shapes.
         self.known: weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]] = weakref.WeakKeyDictionary()
         self.alike: Counter[str] = Counter()
@@ -320,20 +329,13 @@ class Recorder:
         yield "step"
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not self.reads():
-            return
-        if any(optimizer is one for one, _ in self.stepping):  # a step that raised an error
-            self.stepping.clear()
-        around = self.step(optimizer) if not self.stepping else None
-        self.stepping.append((optimizer, around))
-        if around:
-            self.advance(around)
+        if not torch.compiler.is_compiling() and self.reads() and not is_within_a_step():
+            self.stepping = self.step(optimizer)
+            self.advance(self.stepping)
 
     def after_step(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.reads() and self.stepping:
-            around = self.stepping.pop()[1]
-            if around:
-                self.advance(around)
+        if not torch.compiler.is_compiling() and self.reads() and not is_within_a_step() and self.stepping:
+            self.advance(self.stepping)
 
     def next_index(self, iterator: Any) -> Around:
         self.batches.draw((yield ""), iterator)

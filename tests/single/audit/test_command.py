@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,8 @@ def test_another_command_goes_on_with_another_number_of_ranks(server, audited, t
 def test_the_folder_is_a_package_of_its_own(server, tmp_path):
     """Copied elsewhere, it needs nothing of hvdtrain. The command that it prints for a kill repeats that kill."""
     shutil.copytree(Path(audit.__file__).parent, tmp_path / "audit", ignore=shutil.ignore_patterns("__pycache__"))
+    sources = [path.read_text() for path in (tmp_path / "audit").rglob("*.py")]
+    assert not [text for text in sources if re.search(r"^ *(from|import) hvdtrain", text, re.M)]
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
     start = [
         "python",

@@ -54,5 +54,7 @@ def test_a_step_that_only_makes_an_optimizers_state_is_none_of_the_training(reco
     for _ in range(2):  # of a warm-up, which begins with 0
         recording.losses.append(torch.tensor(1.0))
         assert list(recording.step(optimizer)) == ["within", "step"]
+        weight.data.clamp_(max=0.5)  # as programs do after a step
     assert [line["first"] for line in lines] == [True, False]
+    assert lines[0]["after"][0] != lines[1]["before"][0] == lines[1]["after"][0]  # with a learning rate of 0
     assert {line["key"].rpartition(" ")[2] for line in lines} == {"0"}
