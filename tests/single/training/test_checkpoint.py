@@ -102,9 +102,7 @@ def test_wrong_keys_are_refused(change, tmp_path):
 def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(facts, tmp_path):
     path = tmp_path / checkpoint.name_of(12)
     checkpoint.write(path, facts, TENSORS)
-    with pytest.raises(
-        UserError, match=f"{path}: another version of hvdtrain wrote this checkpoint: use that one, or "
-    ):
+    with pytest.raises(UserError, match=f"{path}: another version of hvdtrain wrote this checkpoint: use that one"):
         checkpoint.newest(tmp_path, print)
     assert path.exists()
 
@@ -165,9 +163,8 @@ def test_one_that_was_renamed_gets_its_name_back(keep_names, tmp_path):
     assert found[0]["state"]["step"] == (6 if keep_names else 7)
     assert later.exists() == keep_names
     assert (tmp_path / checkpoint.name_of(6)).exists() != keep_names
-    assert said == (
-        [] if keep_names else [f"checkpoint {later} is of another step: renamed to step-00000006.safetensors"]
-    )
+    told = f"checkpoint {later} is of another step: renamed to step-00000006.safetensors"
+    assert said == ([] if keep_names else [told])
 
 
 @pytest.mark.parametrize(
@@ -207,9 +204,7 @@ def test_where_none_can_be_read_for_now_nothing_is_changed(code, of, tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir" if of == "the directory" else "open", fail)
-        with pytest.raises(
-            Failure, match=rf"no checkpoint in {tmp_path} can be read \({os.strerror(code)}\): nothing was "
-        ):
+        with pytest.raises(Failure, match=rf"no checkpoint in {tmp_path} can be read \({os.strerror(code)}\): nothing"):
             checkpoint.newest(tmp_path, print)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -276,18 +271,14 @@ def test_automatic_checkpoints_do_not_displace_others(automatic, keep, left, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in left]
 
 
-CALLS = ["open", "write", "fsync", "replace", "directory"]
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace", "directory"])
+def test_a_failing_system_call_leaves_the_last_good_one_alone(call, tmp_path, monkeypatch):
     path = tmp_path / checkpoint.name_of(1)
     checkpoint.write(path, FACTS, TENSORS)
     before = path.read_bytes()
 
     def fail(*args, **kwargs):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     class Full:
         def __init__(self, file):
@@ -312,7 +303,7 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, code, tmp_pa
         monkeypatch.setattr(atomic, "sync_directory", fail)
     else:
         monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fail)
-    with pytest.raises(OSError, match=os.strerror(code)):
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         checkpoint.write(path, {**FACTS, "at": 2}, TENSORS)
     monkeypatch.undo()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # no half a file left
@@ -338,9 +329,7 @@ def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
     assert [path.name for path in checkpoint.listed(directory)] == [checkpoint.name_of(4), checkpoint.name_of(3)]
 
 
-def test_a_snapshot_is_queued_once_the_one_before_is_written_unless_that_takes_longer_than_a_step_may(
-    tmp_path, monkeypatch
-):
+def test_a_snapshot_waits_until_the_one_before_is_written_unless_that_takes_longer_than_a_step(tmp_path, monkeypatch):
     """Steps of milliseconds replaced each snapshot that waited: a run that was killed lost several, or began anew."""
     steps: list[int] = []
     goes_on, write = threading.Event(), checkpoint.write
@@ -365,9 +354,7 @@ def test_a_snapshot_is_queued_once_the_one_before_is_written_unless_that_takes_l
 
 
 @pytest.mark.parametrize(("owner", "name"), [(checkpoint, "digest"), (Path, "mkdir"), (os, "fsync")])
-def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing_under_its_old_name(
-    owner, name, tmp_path, monkeypatch
-):
+def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing(owner, name, tmp_path, monkeypatch):
     out, real, moved = tmp_path / "out", getattr(owner, name), []
     out.mkdir()
     lock = Lock(out, 0)

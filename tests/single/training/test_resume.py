@@ -26,10 +26,8 @@ from tests.single.unwritable import UNWRITABLE
 
 
 def alone(directory: Path, flags: str = "") -> int:
-    command = (
-        "mnist --dataset digits --model convnet --engine serial --no-progress --train-samples 128 --epochs 2 "
-        f"--output-dir {directory}"
-    )
+    command = "mnist --dataset digits --model convnet --engine serial --no-progress --train-samples 128 --epochs 2"
+    command += f" --output-dir {directory}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", f"{command} {flags}".split())
         return mnist.main()
@@ -37,15 +35,6 @@ def alone(directory: Path, flags: str = "") -> int:
 
 def results(directory: Path) -> dict:
     return {k: v for k, v in summary(directory).items() if "second" not in k}
-
-
-def test_a_finished_run_started_again_says_the_same(tmp_path, capsys):
-    assert alone(tmp_path) == 0
-    before = results(tmp_path)
-    capsys.readouterr()
-    assert alone(tmp_path) == 0
-    assert results(tmp_path) == before
-    assert "epoch 2/2" not in capsys.readouterr().out  # nothing was trained
 
 
 @pytest.fixture(scope="module")
@@ -110,20 +99,15 @@ def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
     assert events(copy, "resume")[0]["step"] == 3
 
 
-def test_where_all_checkpoints_have_gone_nothing_begins_anew_by_itself(copy):
-    """They were compressed, or moved: training began at the first step, exit code 0."""
+def test_where_no_checkpoint_is_left_or_sound_nothing_begins_anew_by_itself(copy, finished):
+    """They were compressed, moved, or damaged: training began at the first step, exit code 0."""
     before = (copy / "metrics.jsonl").read_text()
     (copy / "checkpoints").rename(copy / "elsewhere")
     with pytest.raises(UserError, match=r"had saved step \d+, and no checkpoint: put checkpoints back as it was, or"):
         alone(copy)
     assert (copy / "metrics.jsonl").read_text() == before
     assert not (copy / "checkpoints").exists()
-    assert alone(copy, "--resume never") == 0
-
-
-def test_where_none_is_sound_nothing_begins_anew_by_itself(copy):
-    """Hours of training were renamed, and the run ended with 0."""
-    expected = results(copy)
+    (copy / "elsewhere").rename(copy / "checkpoints")
     paths = checkpoint.listed(copy / "checkpoints")
     for path in paths:
         path.write_bytes(b"")
@@ -132,7 +116,9 @@ def test_where_none_is_sound_nothing_begins_anew_by_itself(copy):
             alone(copy)
         assert checkpoint.listed(copy / "checkpoints") == paths
     assert alone(copy, "--resume never") == 0
-    assert results(copy) == expected
+    assert results(copy) == results(finished)
+    assert checkpoint.listed(copy / "checkpoints.1") != []
+    assert events(copy, "resume") == []
 
 
 def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monkeypatch):
@@ -146,19 +132,19 @@ def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monke
         patch.setattr(checkpoint, "read", fail)
         with pytest.raises(Failure, match=r"no checkpoint in \S+ can be read \(Input/output error\)"):
             alone(copy)
-        with pytest.raises(
-            Failure, match=r"--resume \S+ cannot be read \(Input/output error\): start again once it can"
-        ):
+        with pytest.raises(Failure, match=r"--resume \S+ cannot be read \(Input/output error\): start again once"):
             alone(copy, f"--resume {checkpoint.listed(copy / 'checkpoints')[0]}")
     assert sorted(path.name for path in copy.rglob("*")) == before
     assert alone(copy) == 0
 
 
-def test_half_a_line_of_metrics_is_dropped(copy):
+def test_a_finished_run_started_again_says_the_same_and_half_a_line_of_metrics_is_dropped(copy, finished, capsys):
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"event": "tra')
     assert alone(copy) == 0
     assert len(events(copy, "end")) == 2
+    assert results(copy) == results(finished)
+    assert "epoch 2/2" not in capsys.readouterr().out  # nothing was trained
 
 
 def test_a_named_checkpoint_is_continued_elsewhere(copy, tmp_path):
@@ -168,12 +154,6 @@ def test_a_named_checkpoint_is_continued_elsewhere(copy, tmp_path):
     for wrong, complaint in ((tmp_path / "none", "No such file"), (copy / "metrics.jsonl", "name a valid checkpoint")):
         with pytest.raises(UserError, match=complaint):
             alone(tmp_path / "new", f"--resume {wrong}")
-
-
-def test_never_keeps_the_earlier_run(copy):
-    assert alone(copy, "--resume never --lr 0.5") == 0
-    assert len(checkpoint.listed(copy / "checkpoints.1")) >= 2
-    assert events(copy, "resume") == []
 
 
 def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monkeypatch, capsys):
@@ -217,9 +197,7 @@ def test_a_run_that_was_moved_with_its_program_continues(tmp_path, monkeypatch):
     (tmp_path / "here").rename(tmp_path / "there")
     monkeypatch.setenv("HOME", str(tmp_path / "there"))
     run_in("there", "--list data/list.txt --more ~/a b")
-    with pytest.raises(
-        UserError, match=r"--list: /\S*/here/data/list.txt in the checkpoint, /\S*/there/list.txt now\)"
-    ):
+    with pytest.raises(UserError, match=r"--list: /\S*/here/data/list.txt in the checkpoint, /\S*/there/list.txt now"):
         run_in("there", "--list list.txt --more ~/a b")
 
 
@@ -245,9 +223,7 @@ def test_a_directory_that_was_moved_is_not_written_under_its_old_name(tmp_path, 
 
 def test_a_file_in_place_of_the_checkpoints_is_said_at_the_start(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(
-        UserError, match=rf"--output-dir {tmp_path} cannot be written \({tmp_path}/checkpoints: File exists"
-    ):
+    with pytest.raises(UserError, match=rf"--output-dir {tmp_path} cannot be .* \({tmp_path}/checkpoints: File exists"):
         alone(tmp_path)
 
 
@@ -265,9 +241,7 @@ def test_more_samples_than_an_epoch_has_are_refused(copy):
     facts, tensors = checkpoint.read(newest)
     facts["state"] |= dict(epoch=1, samples=10**9, samples_of_epoch=10**6)
     checkpoint.write(newest, facts, tensors)
-    with pytest.raises(
-        UserError, match=r"the checkpoint does not match the data: 1000000 samples of this epoch are done"
-    ):
+    with pytest.raises(UserError, match=r"the checkpoint does not match the data: 1000000 samples of this epoch"):
         alone(copy, "--checkpoint-steps 1 --keep 2")
 
 
@@ -312,18 +286,15 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
     checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.ENOSPC, "free some space there"),
-        (errno.EDQUOT, "free some space there"),
-        (errno.EROFS, "make it writable"),
-        (errno.EIO, "examine its file system"),
-    ],
-)
-def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_left(
-    tmp_path, monkeypatch, number, remedy
-):
+REMEDIES = {
+    errno.ENOSPC: "free some space there",
+    errno.EROFS: "make it writable",
+    errno.EIO: "examine its file system",
+}
+
+
+@pytest.mark.parametrize("number", REMEDIES)
+def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_left(tmp_path, monkeypatch, number):
     write = checkpoint.write
 
     def fail_at_the_end(path, *rest):
@@ -337,7 +308,7 @@ def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_le
             alone(tmp_path, "--checkpoint-steps 1")
     place = tmp_path / "checkpoints"
     assert str(failure.value) == (
-        f"the last checkpoint could not be written to {place} ({os.strerror(number)}): {remedy}; "
+        f"the last checkpoint could not be written to {place} ({os.strerror(number)}): {REMEDIES[number]}; "
         "--resume auto then continues from step-00000003.safetensors"
     )
     assert alone(tmp_path) == 0
@@ -360,8 +331,7 @@ def signalled(number: signal.Signals, after: int):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU])
-def test_stop_signal_saves_and_leaves_with_75(number, tmp_path, monkeypatch):
-    assert alone(tmp_path / "whole") == 0
+def test_stop_signal_saves_and_leaves_with_75(number, finished, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Activity, "begin_step", signalled(number, 1))
         assert alone(tmp_path / "out") == 75
@@ -369,7 +339,7 @@ def test_stop_signal_saves_and_leaves_with_75(number, tmp_path, monkeypatch):
     assert stop["reason"].startswith(f"{number.name} on rank 0")
     assert stop["step"] == 2
     assert alone(tmp_path / "out") == 0
-    assert results(tmp_path / "out") == results(tmp_path / "whole")
+    assert results(tmp_path / "out") == results(finished)
 
 
 def images(monkeypatch, directory: Path, flags: str, stop_after: int | None = None) -> int:
