@@ -41,3 +41,14 @@ def no_room(most: int = 1000):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_pipe():
+    """Return the ends of a pipe to which nothing more can be written, as under a paused pager."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    return reader, writer

@@ -12,7 +12,7 @@ from hvdtrain.checks import findings
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.lines import put, result, say_within, within, write_whole_lines
 from hvdtrain.engines.single import SerialEngine
-from tests.single.unwritable import UNWRITABLE
+from tests.single.unwritable import UNWRITABLE, full_pipe
 
 SMALL = "--engine serial --threads 1 --device cpu"
 SEVERAL_LINES = {
@@ -93,9 +93,8 @@ def test_a_pipe_that_another_process_has_made_nonblocking_gets_the_whole_line():
     os.set_blocking(writer, False)
     text, read = "x" * 10**6 + "\n", bytearray()
     with os.fdopen(writer, "w") as stream:
-        thread = threading.Thread(
-            target=lambda: [read.extend(part) for part in iter(lambda: os.read(reader, 65536), b"")]
-        )
+        parts = iter(lambda: os.read(reader, 65536), b"")
+        thread = threading.Thread(target=lambda: [read.extend(part) for part in parts])
         thread.start()
         assert put(stream, text) is None
     thread.join(60)
@@ -110,12 +109,7 @@ def test_a_stream_without_a_file_is_written_too(capsys):
 
 def test_a_reader_that_does_not_read_is_waited_for_no_longer_than_said(monkeypatch):
     """A full pipe, as under a paused pager."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with pytest.raises(BlockingIOError):
-        while True:
-            os.write(writer, b"x" * 65536)
-    os.set_blocking(writer, True)
+    reader, writer = full_pipe()
     monkeypatch.setattr("sys.stderr", os.fdopen(writer, "w", buffering=1, closefd=False))
     assert not say_within("error\n", 0.2)  # that it comes back is the test
     os.close(reader)  # what still waits for it fails

@@ -11,6 +11,7 @@ from hvdtrain.guards.activity import UNREAD, Activity
 from hvdtrain.guards.connection import Peer, Peers
 from hvdtrain.guards.detector import ASK_SECONDS, Detector
 from hvdtrain.guards.judge import HangTimeouts
+from tests.single.unwritable import full_pipe
 
 
 class Known(Peers):
@@ -262,13 +263,10 @@ def test_other_phases_and_waiting_make_no_step_longer():
 
 
 def test_a_rank_whose_output_nobody_reads_has_time_and_says_so(monkeypatch):
-    reader, writer = os.pipe()
-    assert detector.output_is_read([writer])
-    os.set_blocking(writer, False)
-    with pytest.raises(BlockingIOError):
-        while True:
-            os.write(writer, b"x" * 4096)
+    reader, writer = full_pipe()
     assert not detector.output_is_read([writer])
+    os.read(reader, 2**20)
+    assert detector.output_is_read([writer])
     monkeypatch.setattr(detector, "output_is_read", lambda: True)
     job = Job(1)
     assert job.detectors[0].report().limit == 30.0

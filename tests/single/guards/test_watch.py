@@ -20,6 +20,7 @@ from hvdtrain.guards.connection import Channel, Peer, Peers, accept, listen, say
 from hvdtrain.guards.judge import HangTimeouts
 from hvdtrain.guards.watch import Settings, Watch
 from hvdtrain.launching import processes
+from tests.single.unwritable import full_pipe
 from tests.waiting import wait_for
 
 FAST = dict(look=0.1, reply=1.0, grace=0.5, begin=0.3)
@@ -72,7 +73,7 @@ class Rank(Watch):
 class Job:
     """Ranks that are connected as real ones are."""
 
-    def __init__(self, size: int, **options):
+    def __init__(self, size: int, steps: int = 0, **options):
         listeners, where = listen(["h0"] * size)
         got: dict[int, Channel] = {}
         hub = threading.Thread(target=lambda: got.update(accept(listeners, bytes(32), size)))
@@ -84,6 +85,7 @@ class Job:
         self.ranks = [Rank(rank, size, mine.get(rank, got), **options) for rank in range(size)]
         for rank in self.ranks:
             rank.start()
+            rank.train(steps)
 
     def wait_until(self, what, seconds: float = 20.0) -> None:
         wait_for(what, lambda: [(rank.code, rank.said, rank.activity.phase) for rank in self.ranks[:4]], seconds)
@@ -118,9 +120,7 @@ def wait_in(ranks, name: str = "gradients") -> None:
 
 
 def test_the_rank_that_keeps_the_others_waiting_is_named_and_all_end(job, capfd):
-    some = job(4)
-    for rank in some.ranks:
-        rank.train()
+    some = job(4, steps=1)
     wait_in(some.ranks[:2] + some.ranks[3:])
     some.wait_until(some.ended)
     assert {rank.code for rank in some.ranks} == {1}
@@ -153,9 +153,7 @@ def test_torchrun_need_not_wait_for_a_rank_that_does_not_answer(deaf, launcher, 
 
 
 def test_rank_0_does_not_answer(job, capfd):
-    some = job(3)
-    for rank in some.ranks:
-        rank.train()
+    some = job(3, steps=1)
     wait_in(some.ranks)
     some.ranks[0].deaf = True
     some.wait_until(lambda: some.ranks[1].code == some.ranks[2].code == 1)
@@ -178,9 +176,7 @@ def test_all_ranks_save_after_the_same_step(job):
 
 
 def test_a_rank_that_never_learns_when_to_save_is_named(job):
-    some = job(3)
-    for rank in some.ranks:
-        rank.train()
+    some = job(3, steps=1)
     wait_in(some.ranks)
     some.ranks[1].deaf = True
     some.ranks[0].save.make(3)
@@ -192,12 +188,7 @@ def test_a_rank_that_never_learns_when_to_save_is_named(job):
 @pytest.mark.parametrize("blocked", ["standard error", "metrics.jsonl"])
 def test_no_write_keeps_a_hung_job_from_ending(blocked, job, monkeypatch):
     """A paused pager; a file system that hangs."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"x" * 65536)
-    os.set_blocking(writer, True)
+    reader, writer = full_pipe()
     some = job(3)
     if blocked == "standard error":
         monkeypatch.setattr("sys.stderr", os.fdopen(writer, "w", buffering=1, closefd=False))
@@ -214,9 +205,7 @@ def test_no_write_keeps_a_hung_job_from_ending(blocked, job, monkeypatch):
 
 def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd, monkeypatch):
     monkeypatch.setattr("hvdtrain.guards.limits.others", list)  # threads of earlier tests
-    some = job(2, step_timeout=0.1)
-    for rank in some.ranks:
-        rank.train()
+    some = job(2, step_timeout=0.1, steps=1)
     some.ranks[1].activity.update()
     some.ranks[0].close()
     some.wait_until(lambda: some.ranks[1].leaving is not None)
@@ -280,9 +269,7 @@ def test_no_error_ends_the_thread_and_a_signal_is_heard_after_it(job, monkeypatc
 @pytest.mark.parametrize(("how", "code"), [("left", 143), ("died", 1)])
 def test_a_stop_signal_after_the_connection_to_rank_0_has_closed(job, how, code):
     """It was a KeyError, after which the rank was deaf to signals and to the watchdog."""
-    some = job(2, step_timeout=60.0)
-    for rank in some.ranks:
-        rank.train()
+    some = job(2, step_timeout=60.0, steps=1)
     if how == "left":
         some.ranks[0].close()
     else:
@@ -328,9 +315,7 @@ def test_a_program_that_closes_every_file_just_before_its_end_ends_in_one_line(j
 
 
 def test_a_stop_is_known_to_all_ranks_and_obeyed_at_one_step(job):
-    some = job(3, step_timeout=60.0)
-    for rank in some.ranks:
-        rank.train()
+    some = job(3, step_timeout=60.0, steps=1)
     some.ranks[2].signals.wake(signal.SIGUSR1)
     some.wait_until(lambda: all(rank.stop_reason for rank in some.ranks))
     some.ranks[0].stop.make(2)
@@ -361,9 +346,7 @@ def test_a_second_interrupt_leaves_at_once(job):
 
 
 def test_the_end_of_the_launcher_is_a_request_to_stop(job):
-    some = job(2, step_timeout=60.0)
-    for rank in some.ranks:
-        rank.train()
+    some = job(2, step_timeout=60.0, steps=1)
     reader, writer = os.pipe()
     launcher = os.fork()
     if launcher == 0:
@@ -382,7 +365,8 @@ def test_the_end_of_the_launcher_is_a_request_to_stop(job):
     assert some.ranks[0].stop_reason == f"the end of torchrun (pid {launcher}), which started rank 1 (h0)"
 
 
-def many(size: int, job) -> None:
+@pytest.mark.parametrize("size", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_hundreds_of_ranks_connect_train_and_are_judged(size, job):
     """All connect, train, are asked once in vain, train on, and are judged: one hangs, one stands in a long phase."""
     allow_open_files(6 * size + 800)  # both ends of each connection, and what wakes each thread
     some = job(size, step_timeout=2.0, timing=dict(look=1.0, reply=60.0, grace=3.0))  # of one process, with one GIL
@@ -402,12 +386,3 @@ def many(size: int, job) -> None:
         assert said.startswith(f"rank {hangs} on h{hangs // 8} keeps the others waiting, at ")
         assert f"after step {steps}" in said
         assert {rank.code for rank in some.ranks} == {1}
-
-
-def test_a_hundred_ranks_connect_train_and_are_judged(job):
-    many(100, job)
-
-
-@pytest.mark.slow
-def test_a_thousand_ranks_connect_train_and_are_judged(job):
-    many(1000, job)

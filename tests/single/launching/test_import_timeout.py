@@ -10,6 +10,7 @@ import pytest
 
 from hvdtrain.engines.launchers import LAUNCHERS, without_launcher
 from hvdtrain.launching import import_timeout
+from tests.single.unwritable import full_pipe
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "from hvdtrain.launching.import_timeout import import_torch; import_torch()"
@@ -45,12 +46,7 @@ def test_an_import_of_torch_that_hangs_ends_the_rank(hang, says, tmp_path):
 def test_a_rank_whose_output_nobody_reads_is_ended_too(tmp_path):
     """Neither the message nor the stack can be written, and no thread can run Python: the kernel ends it."""
     (tmp_path / "torch.py").write_text("import ctypes\nctypes.PyDLL(None).sleep(1000)")
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with pytest.raises(BlockingIOError):
-        while True:
-            os.write(writer, b"x" * 4096)
-    os.set_blocking(writer, True)
+    reader, writer = full_pipe()
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "RANK": "0", "HVDTRAIN_START_TIMEOUT": "0.1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, stdout=writer, stderr=writer, timeout=60)
     assert done.returncode == -signal.SIGALRM

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,16 @@ from tests.single.training import small
 from tests.waiting import wait_for
 
 
-def train(out: Path, *flags: str, until: int | None = None, epochs: int = 3, each=None) -> dict[str, torch.Tensor]:
+def train(
+    out: Path, *flags: str, until: int | None = None, epochs: int = 3, each=small.nothing
+) -> dict[str, torch.Tensor]:
     """Train, and return the weights. until: the step in which the run is killed."""
-    with training.start(small.flags_for("--output-dir", str(out), *flags, epochs=epochs)) as run:
-        torch.manual_seed(3)
-        net = small.network()
-        model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
-        small.train(run, model, each=each or small.kill_at(until))
-    return net.state_dict()
+    adam = partial(torch.optim.Adam, lr=0.01)
+    return small.Trained(*flags, out=out, optimizer=adam, seed=3, epochs=epochs, each=each, kill=until).net.state_dict()
 
 
 def killed(out: Path, *flags: str, until: int) -> None:
-    with pytest.raises(small.Killed):
-        train(out, *flags, until=until)
+    small.killed(train, out, *flags, until=until)
 
 
 def resumed(out: Path) -> list[int]:
@@ -113,12 +111,12 @@ def test_of_two_runs_that_begin_at_once_the_first_ends_in_one_line(tmp_path):
     """Both ended with 0, and the place had files of both."""
     url, there = f"file://{tmp_path}/there", tmp_path / "there"
 
-    def another_begins(step) -> None:
-        if step.number == 3:
+    def another_begins(t) -> None:
+        if t.step.number == 3:
             with readable(url, "--mirror") as other:
                 other.run, other.checkpoints = "other", {}
                 other.begin()
-        if step.number > 3:  # a run takes longer between two checkpoints
+        if t.step.number > 3:  # a run takes longer between two checkpoints
             wait_for(lambda: "mirror" not in [thread.name for thread in threading.enumerate()], "it copies on")
 
     with pytest.raises(UserError, match=f"--mirror {url}: another run writes there now: name another --mirror"):
@@ -130,35 +128,24 @@ def test_of_two_runs_that_begin_at_once_the_first_ends_in_one_line(tmp_path):
     assert resumed(tmp_path / "out") == [4]  # nothing is lost here
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
 def large(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(2**40)
+    path.touch()
+    os.truncate(path, 2**40)
 
 
-def of_a_stranger(path: Path) -> None:
-    entry = {"../../x": {"sha256": "", "best": None}}
-    path.write_text(json.dumps({"run": "x", "writer": "x", "checkpoints": entry}))
+OF_A_STRANGER = {"run": "x", "writer": "x", "checkpoints": {"../../x": {"sha256": "", "best": None}}}
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (pipe, "mirror.json is not a file: name another"),
-        (endless, "mirror.json is not a file: name another"),
+        (os.mkfifo, "mirror.json is not a file: name another"),
+        (lambda path: path.symlink_to("/dev/zero"), "mirror.json is not a file: name another"),
         (large, "mirror.json is not of a run: it is too large: name another"),
-        (of_a_stranger, "mirror.json is not of a run: name another"),
-        (lambda path: path.write_text("[" * 10**6), "mirror.json is not of a run: name another"),
-        (lambda path: path.write_text("{}"), "mirror.json is not of a run: name another"),
+        *((lambda path, text=text: path.write_text(text), "mirror.json is not of a run: name another")
+          for text in (json.dumps(OF_A_STRANGER), "[" * 10**6, "{}")),
     ],
-)
+)  # fmt: skip
 def test_a_manifest_that_is_none_is_refused(made, said, tmp_path):
     made(tmp_path / "mirror.json")
     for flag in ("--mirror", "--resume"):
@@ -188,18 +175,18 @@ def test_places_that_cannot_be_used_are_refused_before_training(flags, said, tmp
             small.flags_for(flag, "s3://bucket/run")
 
 
+def evaluate(t, epoch):
+    with t.run.evaluating(small.N) as mine:
+        t.run.record(loss=(t.model(small.X[mine]) - small.Y[mine]).square().flatten())
+
+
 def test_a_run_at_a_url_is_exported_and_evaluated_as_the_one_here_is(tmp_path):
     url, losses = f"file://{tmp_path}/there", []
     train(tmp_path / "out", "--mirror", url)
     for place, to in ((url, "url.pt"), (str(tmp_path / "out"), "path.pt")):
         assert export.main([place, "--to", str(tmp_path / to)]) == 0
-        with training.start(small.flags_for("--evaluate", place)) as run:
-            net = small.network()
-            model, _ = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
-            for _ in run.epochs(3):
-                with run.evaluating(small.N) as mine:
-                    run.record(loss=(model(small.X[mine]) - small.Y[mine]).square().flatten())
-        losses.append(run.evaluation["loss"])
+        adam = partial(torch.optim.Adam, lr=0.01)
+        losses.append(small.Trained("--evaluate", place, optimizer=adam, tail=evaluate).run.evaluation["loss"])
     weights = [torch.load(tmp_path / name, weights_only=True) for name in ("url.pt", "path.pt")]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert losses[0] == losses[1]
