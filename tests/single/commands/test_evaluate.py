@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
@@ -17,7 +16,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.features.evaluate_only import Predictions, write_predictions
 from tests import image_set
 from tests.single.trained import trained
-from tests.single.training.small import N, X, Y, flags_for, network
+from tests.single.training.small import N, Trained, X, Y, alone
 from tests.single.unwritable import no_room
 
 SCRIPTS = {
@@ -52,9 +51,8 @@ def test_evaluate_gives_the_metrics_of_the_end_of_training_without_any_other_fla
     own = {"time", "elapsed", "corrupt"}
     assert {k: v for k, v in repeated.items() if k not in own} == {k: v for k, v in last.items() if k not in own}
     assert again.summary["parameters_sha256"] == whole.summary["parameters_sha256"]
-    assert re.search(
-        rf"^epoch {last['epoch']}  (test|validation) .* of {last['count']}$", capsys.readouterr().out, re.M
-    )
+    said = rf"^epoch {last['epoch']}  (test|validation) .* of {last['count']}$"
+    assert re.search(said, capsys.readouterr().out, re.M)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
@@ -97,26 +95,20 @@ def in_full_batches(run, x, y):
 
 def own_program(directory, *argv, predict=together, evaluates=True, beside=None):
     """A program of a user: its evaluation takes a loader, in batches. beside: whether another evaluation predicts."""
-    flags = flags_for(*argv, *(["--output-dir", str(directory)] if directory else []))
-    with training.start(flags) as run:
-        net = network()
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(flags.epochs):
-            for step in run.steps(X, Y):
-                for x, y in step.batches():
-                    step.backward(nn.functional.mse_loss(model(x), y))
-                step.update()
-            if beside is not None:
-                with run.evaluating(N, prefix="other") as mine:
-                    run.record(loss=Y[mine].square())
-                    if beside:
-                        run.predict(given=X[mine])
-            if evaluates:
-                with run.evaluating(DataLoader(TensorDataset(X, Y), batch_size=16)) as batches:
-                    for x, y in batches:
-                        run.record(loss=(model(x) - y).square())
-                        predict(run, x, y)
-    return run
+
+    def tail(t, epoch):
+        if beside is not None:
+            with t.run.evaluating(N, prefix="other") as mine:
+                t.run.record(loss=Y[mine].square())
+                if beside:
+                    t.run.predict(given=X[mine])
+        if evaluates:
+            with t.run.evaluating(DataLoader(TensorDataset(X, Y), batch_size=16)) as batches:
+                for x, y in batches:
+                    t.run.record(loss=(t.model(x) - y).square())
+                    predict(t.run, x, y)
+
+    return Trained(*argv, out=directory, tail=tail).run
 
 
 @pytest.mark.parametrize("predict", [together, apart])
@@ -198,10 +190,7 @@ def test_a_checkpoint_whose_flags_are_a_list_is_refused_in_one_line(flag, name, 
 def test_without_room_the_earlier_predictions_stay(ending, tmp_path):
     path = tmp_path / f"p.{ending}"
     path.write_text("of an earlier evaluation")
-    with (
-        no_room(),
-        pytest.raises(Failure, match=f"--predict {path} cannot be written .File too large.: free some space"),
-    ):
+    with no_room(), pytest.raises(Failure, match=f"--predict {path} cannot be written .File too large.: free some"):
         write_predictions(path, torch.arange(1000), {"predicted": torch.arange(1000)})
     assert path.read_text() == "of an earlier evaluation"
     assert list(tmp_path.iterdir()) == [path]
@@ -242,10 +231,7 @@ def test_run_predict_needs_an_evaluation_and_other_data_are_reported(tmp_path, c
     done = trained(mnist, f"--evaluate {tmp_path / 'run'} --train-samples 64")
     assert done.code == 0
     assert "train_samples: 128 in the checkpoint, 64 now): evaluated on those given now" in capsys.readouterr().err
-    with (
-        pytest.raises(UserError, match=r"^run.predict\(\) outside of run.evaluating"),
-        training.start(flags_for()) as run,
-    ):
+    with pytest.raises(UserError, match=r"^run.predict\(\) outside of run.evaluating"), alone() as run:
         run.predict(a=X)
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hvdtrain import export, imagenet, lm, mnist, training
+from hvdtrain import export, imagenet, lm, mnist
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.models import exporting
@@ -20,14 +20,9 @@ from tests.single.unwritable import no_room
 
 def program(directory, path=None, model_of=lambda net: net, *example):
     """Train a small network of the author's own, and export it."""
-    flags = small.flags_for("--output-dir", str(directory), epochs=1)
-    x = torch.randn(16, 3)
-    with training.start(flags) as run:
-        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        model, _ = run.prepare(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))
-        small.fit(run, [x], lambda step, rows: model(rows).square().mean())
-        if path is not None:
-            run.export(path, model_of(net), *example)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    small.Trained(out=directory, epochs=1, net=torch.compile(net, backend="eager"), data=[torch.randn(16, 3)],
+                  loss=small.squares, end=lambda t: path and t.run.export(path, model_of(net), *example))  # fmt: skip
     return net
 
 
@@ -139,10 +134,10 @@ WRONG = {
     "it has no valid checkpoint": lambda tmp, out: export.main([str(tmp), "--to", str(out)]),
     "torch.export cannot follow the model": lambda tmp, out: program(tmp, out, lambda net: Branching(), EXAMPLE),
     "a program needs an example": lambda tmp, out: program(tmp, out),
-    "of a program whose model is not known": lambda tmp,
-        out: (program(tmp) and export.main([str(tmp), "--to", str(out)])),
-    "a program whose model is not known": lambda *_: export.model_of({"config": SIZES, "data": {}},
-        {"0.weight": EXAMPLE}),
+    "of a program whose model is not known":
+        lambda tmp, out: program(tmp) and export.main([str(tmp), "--to", str(out)]),
+    "a program whose model is not known":
+        lambda *_: export.model_of({"config": SIZES, "data": {}}, {"0.weight": EXAMPLE}),
     "cannot be written": lambda tmp, out: program(tmp) and export.main([str(tmp), "--to", str(tmp / "none" / "w.pt")]),
 }  # fmt: skip
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from hvdtrain import training
 from hvdtrain.engines import lines
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.start import start
@@ -25,7 +24,7 @@ from hvdtrain.inputs import fork_server, loaders, loading
 from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import parser as parser_of_training
-from tests.single.training.small import flags_for
+from tests.single.training.small import Trained
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,9 +92,7 @@ def test_the_server_imports_the_program_for_its_workers_and_freezes_it(case, tmp
     assert (said, forked_there, argument) == (prints, str(in_server), "7")
     assert int(frozen) > 50_000  # torch's objects are several times as many
     if "exited" in top:
-        wait_for(
-            (tmp_path / "exited").exists, "the server was killed, or is still there: its exit handlers did not run"
-        )
+        wait_for((tmp_path / "exited").exists, "the server was killed, or is there: its exit handlers did not run")
 
 
 def test_the_server_ends_with_its_rank_though_it_still_imports(tmp_path):
@@ -197,25 +194,29 @@ class Mortal(torch.utils.data.Dataset):
 
 def test_a_worker_that_is_killed_is_one_line_and_no_bad_input(worker_server):
     batches = iter(loading.loader(Mortal(), 1, torch.device("cpu"), range(4)))
-    with pytest.raises(
-        Failure, match=r"a DataLoader worker has ended .*: if the kernel killed it for memory, use fewer"
-    ) as caught:
+    said = r"a DataLoader worker has ended .*: if the kernel killed it for memory, use fewer"
+    with pytest.raises(Failure, match=said) as caught:
         list(batches)
     assert caught.value.exit_code == 1
     assert not caught.value.everywhere
 
 
+def read(loader, **how):
+    """Train on what a loader has."""
+    how = dict(epochs=1, batch_size=4, loss=lambda t, x: t.net(x.float().view(-1, 1)).mean()) | how
+    return Trained(data=[loader], net=lambda: torch.nn.Linear(1, 1, dtype=torch.float32), **how)
+
+
 def test_the_workers_of_a_training_that_has_failed_end_with_it(worker_server):
     """The garbage collector found them later, in a notebook, and torch waited ten seconds for each."""
     before = set(multiprocessing.active_children())
-    with pytest.raises(KeyError) as caught, training.start(flags_for("--batch-size", "4")) as run:
-        net = torch.nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(DataLoader(TensorDataset(torch.ones(400, 1)), 4, num_workers=2)):
-                for _ in step.batches():
-                    assert len(set(multiprocessing.active_children()) - before) == 2
-                    raise KeyError("its own")
+
+    def fails(t, x):
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError) as caught:
+        read(DataLoader(TensorDataset(torch.ones(400, 1)), 4, num_workers=2), loss=fails)
     assert set(multiprocessing.active_children()) <= before
     del caught  # whose traceback holds the iterator
 
@@ -336,14 +337,8 @@ def test_workers_that_do_not_see_what_main_has_set_are_told_in_one_line(
     if isinstance(data, OfDtype):
         torch.set_default_dtype(torch.float64)
     try:
-        with contextlib.suppress(ValueError), training.start(flags_for("--batch-size", "4")) as run:
-            net = torch.nn.Linear(1, 1, dtype=torch.float32)
-            run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            for _ in run.epochs(1):
-                for step in run.steps(DataLoader(data, 4, num_workers=1, worker_init_fn=init)):
-                    for batch in step.batches():
-                        step.backward(net(batch[0].float()).mean())
-                    step.update()
+        with contextlib.suppress(ValueError):
+            read(DataLoader(data, 4, num_workers=1, worker_init_fn=init))
     finally:
         torch.set_default_dtype(torch.float32)
     warnings = [text for text in capfd.readouterr().err.splitlines() if text.startswith("warning: ")]
@@ -363,16 +358,8 @@ def test_what_persistent_workers_do_not_see_of_a_data_set_is_told_once(persisten
     """After a resume, they did: other samples, exit code 0."""
     lines.warn_once.cache_clear()
     data = Curriculum()
-    with training.start(flags_for("--batch-size", "40", epochs=3)) as run:
-        net = torch.nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        loader = DataLoader(Subset(data, range(80)), 40, num_workers=1, persistent_workers=persistent)
-        for epoch in run.epochs(3):
-            data.level = epoch // 2
-            for step in run.steps(loader):
-                for batch in step.batches():
-                    step.backward(net(batch).mean())
-                step.update()
+    read(DataLoader(Subset(data, range(80)), 40, num_workers=1, persistent_workers=persistent), epochs=3, batch_size=40,
+         head=lambda t, epoch: setattr(data, "level", epoch // 2))  # fmt: skip
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     line = "warning: level of the data set is 1 now, and 0 in its workers, until a resume: leave persistent_workers out"
     assert told == [line] * persistent
@@ -397,16 +384,6 @@ class Ends(torch.utils.data.Dataset):
     ("kind", "workers"), [(StopIteration, 0), (StopIteration, 1), (KeyboardInterrupt, 1), (SystemExit, 1)]
 )
 def test_a_sample_that_ends_its_worker_is_named(kind, workers, worker_server):
-    with (
-        pytest.raises(
-            UserError, match=rf"of the samples 0, 1, 2, 3, raised {kind.__name__} \(\S+test_input_workers.py:\d+\)"
-        ),
-        training.start(flags_for("--batch-size", "4")) as run,
-    ):
-        net = torch.nn.Linear(1, 1)
-        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps(DataLoader(Ends(kind), 4, num_workers=workers)):
-                for batch in step.batches():
-                    step.backward(net(batch).mean())
-                step.update()
+    said = rf"of the samples 0, 1, 2, 3, raised {kind.__name__} \(\S+test_input_workers.py:\d+\)"
+    with pytest.raises(UserError, match=said):
+        read(DataLoader(Ends(kind), 4, num_workers=workers))
