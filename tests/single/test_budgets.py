@@ -56,7 +56,7 @@ BUDGETS = {
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
-    "tests/single": 23300,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
+    "tests/single": 23170,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
     "tests/twins": 1850,
 }
 
