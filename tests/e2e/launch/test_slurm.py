@@ -310,3 +310,13 @@ def test_a_stop_of_an_earlier_job_does_not_requeue_one_that_fails_under_torchrun
     state, log = cluster.batch(edited(tmp_path, edits), 120)
     assert state == "FAILED", log
     assert "exit code 1: not started again" in log, log
+
+
+def test_an_existing_horovod_script_runs_tuned_by_the_line_of_the_page(cluster, tmp_path):
+    (line,) = re.findall(r"`(program=\(python -m hvdtrain\.tuned .*?\))`", (ROOT / "docs" / "slurm.md").read_text())
+    (tmp_path / "sums.py").write_text(SUMS)
+    words = re.sub(r"/scratch/me/train\.py.*\)$", f"{tmp_path}/sums.py)", line)
+    state, log = cluster.batch(edited(tmp_path, {PROGRAM: words, r"^interface=''": "interface=eth0"}), 120)
+    assert state == "COMPLETED", log
+    for said in ("hvdtrain.tuned: 2 ranks", "rank 0 of 2: sum 3, Gloo", "rank 1 of 2: sum 3, Gloo"):
+        assert said in log, log

@@ -75,5 +75,5 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     api = (site / "docs" / "reference" / "api.html").read_text()
     for name in ("hvdtrain.training.Run.steps", "hvdtrain.loop.step.Step.backward", "hvdtrain.training.positive"):
         assert f'id="{name}"' in api, name
-    assert (site / "docs" / "ladder.html").read_text().count("data:image/svg+xml;base64,") > 3
+    assert (site / "docs" / "ladder.html").read_text().count("data:image/svg+xml;base64,") >= 3
     assert "After the loop, the gradients are those of the global batch." in api
