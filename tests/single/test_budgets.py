@@ -47,7 +47,7 @@ BUDGETS = {
     "tests/bench": 1730,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1770,
     "tests/device": 660,
-    "tests/e2e": 6780,  # with an export and a loss of one rank alone, an older stop under Slurm
+    "tests/e2e": 6790,  # with an export and a loss of one rank alone, an older stop under Slurm
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
