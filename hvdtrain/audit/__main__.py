@@ -117,7 +117,8 @@ def repeat(number: int, options: Namespace) -> str:
 
 def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
     """Return what is printed at the end, and the exit code."""
-    lines, causes, unseen = [f"{'guarantee':<18}{'verdict':<10}{'kills':<9}first"], [], []
+    lines, failed, unseen = [f"{'guarantee':<18}{'verdict':<10}{'kills':<9}first"], [], []
+    causes: dict[str, list[str]] = {}  # by the command that repeats the first kill that shows them
     for name, guarantee in GUARANTEES.items():
         by_status: dict[str, Rows] = {}
         for row in rows:
@@ -129,12 +130,13 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
         first, kills = by_status[status][0], f"{len(by_status[status])} of {sum(map(len, by_status.values()))}"
         text = first["verdicts"][name].text
         if status == "fails":
-            causes.append(f"{name}: {guarantee.cause}.\n    {first['command']}")
+            failed.append(name)
+            causes.setdefault(first["command"], []).append(f"{name}: {guarantee.cause}.")
             lines.append(f"{name:<18}{'FAILS':<10}{kills:<9}kill {first['number']}: {text}")
         else:
             lines.append(f"{name:<18}{status:<10}{kills if status == 'ok' else '':<9}{text}".rstrip())
             unseen += [name] if status != "ok" else []
-    lines += ["", *causes]
+    lines += ["", *(line for command, texts in causes.items() for line in [*texts, f"    {command}"])]
     lines += [f"kill {row['number']} ({row['kill']}): {row['note']}; nothing is known of it."
               for row in rows if not row["verdicts"]]  # fmt: skip
     lines += [f"Not judged: {', '.join(unseen)}."] if unseen else []
@@ -148,12 +150,12 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
     if not performed:
         return "\n".join([*lines, "No kill could be performed."]), 2
     held = (
-        f"{len(causes)} of {len(GUARANTEES)} guarantees fail."
-        if causes
+        f"{len(failed)} of {len(GUARANTEES)} guarantees fail."
+        if failed
         else f"All that was seen held, in {performed} kills."
     )
     lines.append(f"{held} Seed {options.seed}; what the runs said: {options.output_dir}")
-    return "\n".join(lines), int(bool(causes))
+    return "\n".join(lines), int(bool(failed))
 
 
 def junit(rows: Rows, path: str) -> None:

@@ -102,8 +102,9 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
     done = subprocess.run([*start, *program(server, "scheduler")], **run)
     assert done.returncode == 1, done
     assert "learning rates    FAILS     1 of 1   kill 1: step " in done.stdout
-    cause = "learning rates: the scheduler's state_dict is not in the checkpoint: its schedule starts again.\n    "
-    line = done.stdout.partition(cause)[2].partition("\n")[0]
+    causes = "learning rates: the scheduler's state_dict is not in the checkpoint: its schedule starts again.\nlosses: "
+    assert causes in done.stdout
+    (line,) = re.findall("^ {4}(python -m audit .*)", done.stdout, re.M)
     assert line.startswith("python -m audit --output-dir out --kills 1 --junit junit.xml --only-kill 1 --seed 5 -- ")
     assert int(ElementTree.parse(tmp_path / "junit.xml").getroot().attrib["failures"]) == 4
     again = subprocess.run(line, shell=True, **run)
