@@ -7,12 +7,6 @@ usage='launch/horovodrun.sh [OPTIONS] [--] PROGRAM...
   launch/horovodrun.sh -np 8 python -m hvdtrain.mnist
   launch/horovodrun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist'
 read_options "$@"
-if ((restarts)) && [[ ${DRY_RUN:-0} == 0 ]]; then
-    # shellcheck source=launch/restarts.sh
-    source "$(dirname -- "${BASH_SOURCE[0]}")/restarts.sh"
-    run_again_and_again "${kept[@]}"
-    exit
-fi
 
 [[ -w /dev/shm || ${DRY_RUN:-0} != 0 ]] || refuse "/dev/shm cannot be written (read-only or absent): mount it, or use mpirun.sh"
 command=(horovodrun -np "$ranks")

@@ -7,12 +7,6 @@ usage='launch/mpirun.sh [OPTIONS] [--] PROGRAM...
   launch/mpirun.sh -np 8 python -m hvdtrain.mnist
   launch/mpirun.sh -H a:4,b:4 --interface eth0 python -m hvdtrain.mnist'
 read_options "$@"
-if ((restarts)) && [[ ${DRY_RUN:-0} == 0 ]]; then
-    # shellcheck source=launch/restarts.sh
-    source "$(dirname -- "${BASH_SOURCE[0]}")/restarts.sh"
-    run_again_and_again "${kept[@]}"
-    exit
-fi
 choose_transport
 
 settings=() # NAME=VALUE, for every rank

@@ -62,7 +62,7 @@ declare -A variable_of=( # of an option with a value
     [--min-np]=min_ranks [--start-timeout]=start_timeout
 )
 
-read_options() { # ARGUMENTS...: sets these variables, and `program` to what follows the options
+read_options() { # ARGUMENTS...: sets these variables, and `program` to what follows the options; with --restarts, runs the job
     ranks='' hosts='' interface='' transport=auto fusion_mb='' cycle_ms='' timeline='' autotune='' port=9000
     restarts=0 min_ranks='' start_timeout=600 kept=() # kept: the options that every restart passes on unchanged
     while (($#)); do
@@ -81,6 +81,11 @@ read_options() { # ARGUMENTS...: sets these variables, and `program` to what fol
     done
     program=("$@")
     check_options
+    ((restarts)) && [[ ${DRY_RUN:-0} == 0 ]] || return 0
+    # shellcheck source=launch/restarts.sh
+    source "$(dirname -- "${BASH_SOURCE[0]}")/restarts.sh"
+    run_again_and_again "${kept[@]}"
+    exit
 }
 
 check_options() {

@@ -94,15 +94,12 @@ def hear(hvd: Any, watchdog: "ScriptWatchdog") -> None:
 
     def left() -> None:
         if ops._basics.is_initialized():
-            watchdog.left()
+            watchdog.end()
         shutdown()
 
     def wait_and_tell(handle: int) -> None:
-        watchdog.waits()
-        try:
+        with watchdog.waiting():
             wait(handle)
-        finally:
-            watchdog.waited()
 
     ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear = (
         started,
@@ -117,7 +114,7 @@ def hear(hvd: Any, watchdog: "ScriptWatchdog") -> None:
 
     def load(self: Any) -> object:
         batch = following(self)
-        watchdog.loaded()
+        watchdog.progressed()
         return batch
 
     loaders._BaseDataLoaderIter.__next__ = load

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -31,21 +32,22 @@ class ScriptWatchdog:
         if self.watch.warning is not None and engine.rank == 0:
             put(sys.stderr, self.watch.warning + "\n")
 
-    def waits(self) -> None:
-        """Called before the script waits for a collective."""
-        if self.watch is not None and threading.current_thread() is threading.main_thread():
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager for the script's wait for a collective."""
+        main = self.watch is not None and threading.current_thread() is threading.main_thread()
+        if main:
             self.engine.activity.compute()
             self.engine.activity.collective = "synchronize"
-
-    def waited(self) -> None:
-        if self.watch is not None:
-            if threading.current_thread() is threading.main_thread():
+        try:
+            yield
+        finally:
+            if main:
                 self.engine.activity.collective = None
-            self.engine.activity.heartbeat()
-            self.engine.activity.compute()
+            self.progressed()
 
-    def loaded(self) -> None:
-        """Called after a DataLoader has returned a batch."""
+    def progressed(self) -> None:
+        """Called after a collective, and after a DataLoader has returned a batch."""
         if self.watch is not None:
             self.engine.activity.heartbeat()
             self.engine.activity.compute()
@@ -57,18 +59,11 @@ class ScriptWatchdog:
             self.engine.activity.finish_step(self.steps)
             self.engine.activity.update()
 
-    def left(self) -> None:
-        """Called before `hvd.shutdown()`."""
-        self._close(None)
-
-    def end(self, error: BaseException | None, exit_code: object) -> None:
-        """Called at the end of the script. error: the exception that ended it, if any; else `exit_code` is set."""
+    def end(self, error: BaseException | None = None, exit_code: object = 0) -> None:
+        """Called before `hvd.shutdown()` and at the end of the script. error: the exception that ended it, if any."""
+        failure = Fail(f"it ended with exit code {exit_code}") if exit_code else None
         if error is not None:
-            self._close(Fail(f"{type(error).__name__}: {error}", isinstance(error, UserError)))
-        else:
-            self._close(Fail(f"it ended with exit code {exit_code}") if exit_code else None)
-
-    def _close(self, failure: Fail | None) -> None:
+            failure = Fail(f"{type(error).__name__}: {error}", isinstance(error, UserError))
         watch, self.watch = self.watch, None
         if watch is not None:
             with contextlib.suppress(OSError):

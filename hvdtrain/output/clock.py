@@ -3,19 +3,18 @@
 On an accelerator, by its own events: the host would add the time to start a kernel and to learn of its end.
 """
 
-import contextlib
 import os
 import resource
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from hvdtrain.engines.accelerators import CPU, module_of
 from hvdtrain.engines.base import Engine
+from hvdtrain.launching import processes
 from hvdtrain.output.metric_names import PHASES
 
 SIDES = {"cpu": 1024}  # of a matrix product that occupies the device; others: LARGE_SIDE
@@ -74,12 +73,10 @@ def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
     return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
 
 
-def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
+def seconds_without_core() -> float:
     """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        _, waiting, _ = map(int, (tasks / str(os.getpid()) / "schedstat").read_text().split())
-        return waiting / 1e9
-    return 0.0
+    turns = processes.turns(os.getpid())
+    return turns.waiting_seconds if turns is not None else 0.0
 
 
 class Clock:

@@ -165,11 +165,10 @@ def test_a_data_loader_that_reads_another_one_counts_once():
     assert (times.loading, times.compute) == pytest.approx((3, 2), abs=0.5)
 
 
-def test_seconds_without_a_core_are_read_from_the_kernel(tmp_path):
-    assert seconds_without_core(tmp_path) == 0.0
-    (tmp_path / str(os.getpid())).mkdir()
-    (tmp_path / str(os.getpid()) / "schedstat").write_text("5000000000 2500000000 7\n")
-    assert seconds_without_core(tmp_path) == 2.5
+def test_seconds_without_a_core_are_read_from_the_kernel(monkeypatch):
+    for turns, seconds in ((None, 0.0), (processes.Turns(5.0, 2.5, 7), 2.5)):
+        monkeypatch.setattr(processes, "turns", lambda thread, turns=turns: turns)
+        assert seconds_without_core() == seconds
 
 
 def test_a_launcher_whose_output_nobody_reads_is_not_waited_for(monkeypatch, tmp_path):
