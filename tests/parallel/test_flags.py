@@ -9,8 +9,7 @@ from hvdtrain.engines.compression import carries_bf16
 from hvdtrain.engines.errors import Failure
 from hvdtrain.loop import step as step_module
 from hvdtrain.loop.start import started
-from tests.parallel.test_loop import a_run
-from tests.single.training.small import fit
+from tests.parallel.test_loop import trained
 
 WEIGHTS = 3  # of nn.Linear(3, 1, bias=False)
 GRADIENT = 6.0  # of each weight, on every rank
@@ -44,23 +43,20 @@ def seen(found: list[Tensor], call):
     return noted
 
 
+def mean(t, inputs):
+    return t.model(inputs).mean()
+
+
 def one_step(engine, sent, *argv: str) -> tuple[Tensor, Tensor]:
     """Train a step; return what was sent for it, and the reduced gradient of the weights."""
-    x = torch.full((2 * engine.size, 3), GRADIENT)
     found: list[Tensor] = []
-    with a_run(engine, *argv, epochs=1, batch_size=2) as run:
-        net = nn.Linear(3, 1, bias=False)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
-        for _ in run.epochs(1):
-            for step in run.steps(x):
-                del sent[:]
-                for (inputs,) in step.batches():
-                    step.backward(model(inputs).mean())
-                step.update()
-                found += [tensor for tensor in sent if tensor.numel() == WEIGHTS]
-                gradient = net.weight.grad.clone().flatten()
+    net = trained(
+        engine, *argv, epochs=1, batch_size=2, net=nn.Linear(3, 1, bias=False), lr=0.0, loss=mean,
+        data=[torch.full((2 * engine.size, 3), GRADIENT)], at_step=lambda t: sent.clear(),
+        each=lambda t: found.extend(tensor for tensor in sent if tensor.numel() == WEIGHTS),
+    ).net  # fmt: skip
     (wire,) = found
-    return wire, gradient
+    return wire, net.weight.grad.flatten()
 
 
 @pytest.mark.parametrize("flag", ["--compression fp16", "--fp16-allreduce"])
@@ -107,25 +103,20 @@ def test_replicas_are_compared_at_check_steps(engine, every, compared, monkeypat
     if engine.size == 1:
         pytest.skip("one rank has nothing to be compared with")
     found = []
-    with a_run(engine, "--check-steps", str(every), epochs=1, batch_size=2) as run:
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
-        def loss_of(step, inputs):
-            if "guard.replicas" in asked:
-                found.append(step.number - 1)
-            del asked[:]
-            return model(inputs).mean()
+    def at_step(t):
+        if "guard.replicas" in asked:
+            found.append(t.step.number - 1)
+        del asked[:]
 
-        fit(run, [torch.ones(10 * engine.size, 3)], loss_of)
+    trained(engine, "--check-steps", str(every), epochs=1, batch_size=2, data=[torch.ones(10 * engine.size, 3)], loss=mean,
+            at_step=at_step)  # fmt: skip
     assert found == compared
 
 
 def test_linear_scaling_and_its_warm_up_begin_at_the_rate_of_one_rank(engine, monkeypatch):
-    words = (
-        "--dataset digits --model convnet-nonorm --lr-scaling linear --lr-schedule constant --lr 1e-3 --warmup-epochs 1"
-    )
-    words += f" --batch-size 4 --train-samples {16 * engine.size} --epochs 2 --no-progress"
+    words = "--dataset digits --model convnet-nonorm --lr-scaling linear --lr-schedule constant --lr 1e-3"
+    words += f" --warmup-epochs 1 --batch-size 4 --train-samples {16 * engine.size} --epochs 2 --no-progress"
     flags = mnist.parse(["--engine", engine.name, *words.split()])
     rates = []
     update = step_module.Step.update
@@ -140,14 +131,13 @@ def test_replicas_that_differ_end_the_run_on_every_rank(engine):
     if engine.size == 1:
         pytest.skip("one rank has nothing to be compared with")
     steps = []
-    with pytest.raises(Failure, match=r"weights"), a_run(engine, "--check-steps", "2", epochs=1, batch_size=2) as run:
-        net = nn.Linear(3, 1)
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
-        def each(step):
-            steps.append(step.number)
-            if step.number == 3 and run.rank == run.size - 1:
-                net.weight.data[0, 0] += 1.0
+    def each(t):
+        steps.append(t.step.number)
+        if t.step.number == 3 and engine.rank == engine.size - 1:
+            t.net.weight.data[0, 0] += 1.0
 
-        fit(run, [torch.ones(20 * engine.size, 3)], lambda step, inputs: model(inputs).mean(), each=each)
+    with pytest.raises(Failure, match=r"weights"):
+        trained(engine, "--check-steps", "2", epochs=1, batch_size=2, data=[torch.ones(20 * engine.size, 3)], loss=mean,
+                each=each)  # fmt: skip
     assert steps[-1] <= 4
