@@ -107,15 +107,10 @@ def test_ddp_under_every_launcher(launcher, tmp_path, without_horovod):
         assert "Horovod is not installed here; `make setup` builds it" in done.stdout.splitlines()[0], done
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [
-        ("mpirun", 2),
-        ("starter", 3),
-        pytest.param("mpirun", 3, marks=pytest.mark.slow),
-        pytest.param("starter", 2, marks=pytest.mark.slow),
-    ],
-)
+SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in (("mpirun", 2), ("mpirun", 3), ("starter", 2))]
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("starter", 3), *SLOWLY])
 def test_more_gradients_than_horovod_remembers(launcher, ranks, tmp_path):
     """They were one bucket, and the ranks hung or crashed in the second step."""
     (tmp_path / "many.py").write_text(MANY)
