@@ -275,7 +275,7 @@ class OwnGenerators(Dataset):
         return {"noise": noise, "decoded": decoded, "path": f"/scratch/{self.rank}/{index}", "x": X[index]}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # each rank's imports torch
 def test_ranks_that_read_the_same_samples_in_their_own_way_train(engine, workers):
     seen = []
 
