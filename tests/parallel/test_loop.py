@@ -313,6 +313,19 @@ def test_samples_that_a_collate_fn_leaves_out_on_one_rank_do_not_count_on_any(en
     assert t.run.evaluation == pytest.approx({"loss": X[kept, 0].mean().item(), "count": N - 2})
 
 
+def test_a_step_of_several_data_sets_takes_tensors(engine):
+    with a_run(engine, epochs=1) as run:
+        net, count = nn.Linear(3, 1), 0
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps({"a": (X,), "b": (X, Y)}):
+                for batch in step.batches():
+                    count += len(batch["b"][1]) * (step.batch.count > 0)
+                    step.backward(model(batch["a"][0]).mean() + model(batch["b"][0]).mean())
+                step.update()
+    assert sum(engine.all_gather_object(count, "count")) == len(X)
+
+
 @pytest.mark.parametrize("batches", [False, True])
 def test_a_step_of_whole_batches_or_without_the_last_has_enough_for_batch_norm(engine, batches):
     """33 samples: one is left over. Or five batches, which leave a rank without one."""

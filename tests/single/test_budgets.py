@@ -52,11 +52,11 @@ BUDGETS = {
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 700,
     "tests/horovod_calls": 550,
-    "tests/parallel": 3150,  # with one state of many ranks, --virtual-ranks, optimizers that share out their state
+    "tests/parallel": 3160,  # with one state of many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
-    "tests/single": 23170,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
+    "tests/single": 23360,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
     "tests/twins": 1850,
 }
 
