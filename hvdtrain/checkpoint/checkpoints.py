@@ -61,20 +61,25 @@ class StreamPosition(Provider):
 
     source: Input | None = None  # what the steps read
     of_ranks: list[Any] | None = None  # in the checkpoint, until training begins
-    _own: str | None = None  # of these, this rank's
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._own: dict[int, str | None] = {}  # of these, by rank, those of this process's ranks
 
     def state(self, moment: Moment) -> Any:
         if self.source is None or self.source.position is None:
-            return self._own  # stopped in an evaluation before the first step: nothing was read since
+            return self._own.get(
+                self._engine.rank
+            )  # stopped in an evaluation before the first step: nothing was read since
         return json.dumps(self.source.position())  # text: it may have millions of values, which are JSON already
 
     def load(self, saved: Saved) -> None:
         self.of_ranks = None if None in saved.states else [json.loads(state) for state in saved.states]
-        self._own = saved.state if saved.goes_on else None
+        self._own[saved.rank] = saved.state if saved.goes_on else None
 
     def forget(self) -> None:
         """Free what was read."""
-        self.of_ranks = self._own = None
+        self.of_ranks, self._own = None, {}
 
 
 class Checkpoints:
@@ -99,7 +104,7 @@ class Checkpoints:
         self.interval = CheckpointInterval(self.writes and engine.rank == 0 and flags.checkpoint_steps is None)
         self.generators = Generators(engine, flags.seed, output.say, keeps=self.writes)
         self._evaluates = flags.evaluate is not None
-        self.own, self._position = Own(engine, same=self._evaluates), StreamPosition()
+        self.own, self._position = Own(engine, same=self._evaluates), StreamPosition(engine)
         self.before_save: list[Callable[[], None]] = []  # each may be a collective, and raise: then nothing is saved
         self.registered: dict[str, Any] = {}  # what the script has registered, by name; without generators
         self._last_good: str | None = None

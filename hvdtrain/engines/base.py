@@ -86,6 +86,10 @@ class Engine(Broadcasts):
         """Context manager in which what differs between ranks is that of this rank of `own`. No collectives inside."""
         return contextlib.nullcontext()
 
+    def numbered(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which `rank` is this one of `own`, for data that take their part by it."""
+        return contextlib.nullcontext()
+
     def all_gather_ranks(self, rows: Sequence[Tensor], name: str) -> Tensor:
         """Return the rows of all ranks, [size, ...]. rows: of each rank of `own`."""
         return self.all_gather(rows[0], name)

@@ -8,7 +8,7 @@ import json
 import socket
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import flatten, unflatten
+from hvdtrain.guards.activity import collective
 
 FIRST_BYTES = 1008  # of an object, which travel with its length and the checksum of its name
 
@@ -46,13 +47,20 @@ class Collectives(ABC):
         """Copy rank 0's `tensor` to every rank, in place."""
 
     @abstractmethod
-    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-        """Give each rank its part of `tensor` ([n], in equal parts), and return what all ranks have given to this one.
+    def begin(self, kind: str, tensor: Tensor, lengths: Sequence[int], name: str) -> Callable[[], Tensor]:
+        """Begin a collective on `tensor`, [n], and return what waits for its result, [m]: see `end`.
 
-        lengths: of each rank's part.
+        kind: "sum": in place. "all": those of all ranks. "parts": give each rank its part of `tensor` (equal ones), and
+        return what all have given to this one. lengths: of what each rank gives to this one. Collectives that have begun
+        have different names.
         """
 
     # ---- built of them
+
+    @collective
+    def end(self, begun: Callable[[], Tensor], name: str) -> Tensor:
+        """Return the result of what `begin` has begun."""
+        return begun()
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
         """Return the sum of `tensor` over all ranks, on every rank."""

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -355,12 +355,25 @@ class DdpEngine(Engine):
         torch.distributed.all_gather(parts, sent, group=group)
         return torch.stack(parts).reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
-    @collective
-    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-        received, sent = tensor.new_empty(sum(lengths)), as_carried(tensor)
-        width = len(sent) // len(tensor)  # of a number, in elements that are carried
-        splits = [width * length for length in lengths], [len(sent) // self.size] * self.size
-        torch.distributed.all_to_all_single(as_carried(received), sent, *splits, group=self._group)
+    def begin(self, kind: str, tensor: Tensor, lengths: Sequence[int], name: str) -> Callable[[], Tensor]:
+        dist, how = torch.distributed, {"group": self._group, "async_op": True}
+        if kind == "sum":
+            result, work = tensor, dist.all_reduce(tensor, **how)
+        else:
+            lengths = lengths if kind == "parts" else [len(tensor)] * self.size
+            result, sent = tensor.new_empty(sum(lengths)), as_carried(tensor)
+            width = len(sent) // len(tensor)  # of a number, in elements that are carried
+            splits = [width * length for length in lengths]
+            if kind == "all":
+                work = dist.all_gather(list(as_carried(result).split(splits)), sent, **how)
+            else:
+                each = [len(sent) // self.size] * self.size
+                work = dist.all_to_all_single(as_carried(result), sent, splits, each, **how)
+
+        def received() -> Tensor:
+            work.wait()
+            return result
+
         return received
 
     @collective

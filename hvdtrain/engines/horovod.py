@@ -16,7 +16,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -213,10 +213,19 @@ class HorovodEngine(Engine):
         )
         return gathered.reshape(-1).view(tensor.dtype).reshape(self.size, *tensor.shape)
 
-    @collective
-    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-        received: Tensor = self.hvd.alltoall(as_carried(tensor, by_horovod(tensor.dtype)), name=name)
-        return received.view(tensor.dtype)
+    def begin(self, kind: str, tensor: Tensor, lengths: Sequence[int], name: str) -> Callable[[], Tensor]:
+        hvd, sent = self.hvd, as_carried(tensor, by_horovod(tensor.dtype))
+        if kind == "sum":
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=name)
+        else:
+            handle = (hvd.allgather_async if kind == "all" else hvd.alltoall_async)(sent, name=name)
+
+        def received() -> Tensor:
+            result = hvd.synchronize(handle)  # of alltoall, with the lengths
+            tensors: Tensor = result[0] if isinstance(result, tuple) else result
+            return tensors.view(tensor.dtype)
+
+        return received
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:

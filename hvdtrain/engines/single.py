@@ -1,6 +1,6 @@
 """The engines with one process: `serial` on one device, `dataparallel` on all GPUs of this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class SerialEngine(Engine):
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:
         return tensor.unsqueeze(0)
 
-    def all_to_all(self, tensor: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-        return tensor
+    def begin(self, kind: str, tensor: Tensor, lengths: Sequence[int], name: str) -> Callable[[], Tensor]:
+        return lambda: tensor
 
     def broadcast_(self, tensor: Tensor, name: str) -> None:
         pass

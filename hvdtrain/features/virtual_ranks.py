@@ -37,10 +37,13 @@ class BuffersOfTurns(SharedBuffers):
 
     def __init__(self, engine: VirtualRanks, models: Sequence[nn.Module], say: Callable[[str], None]):
         super().__init__(engine, models, say)
+        self._engine: VirtualRanks = engine
         self._ranks = engine.buffers
         self._before: Any = None
 
     def share(self, position: object, registered: Mapping[str, nn.Module]) -> None:
+        if self._engine.in_turn:
+            raise not_with_turns("run.evaluating() inside of step.batches()", "call it after the loop")
         if position != self._shared_at:
             self._before = self._ranks.noted()
         super().share(position, registered)

@@ -52,7 +52,6 @@ class Input(ABC):
     restart: bool | None = None  # of several data sets: whether each epoch begins all of them anew; None: it is one
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
-    only_one_rank = ""  # what these data are, if a process cannot read them for several ranks (--virtual-ranks)
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
     batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
     # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
@@ -76,7 +75,8 @@ class Input(ABC):
         flags used: seed, batch_size, accumulate.
         """
         if self.per_epoch < engine.size:
-            few = f"{self.per_epoch} samples but {engine.size} ranks: use -np {self.per_epoch} or fewer"
+            flag = "--virtual-ranks" if engine.takes_turns else "-np"
+            few = f"{self.per_epoch} samples but {engine.size} ranks: use {flag} {self.per_epoch} or fewer"
             raise UserError(few if self.per_epoch else "there are no samples", everywhere=True)
         return Plan(
             self.samples, self.per_epoch, flags.seed, epochs, engine.rank, engine.size, flags.batch_size,

@@ -2,6 +2,7 @@
 used."""
 
 import contextlib
+import copy
 import pickle
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -341,3 +342,19 @@ def loaded(engine: Engine, given: DataLoader[Any], seed: int, parts: Sequence[Te
 
 
 LOADER = Kind(lambda data: isinstance(data, DataLoader), Loader, evaluated)
+
+
+def given_to(engine: Engine, given: Any) -> dict[int, Any]:
+    """Return what each rank of this process reads: the first one what was given, others copies. Raises UserError."""
+    first, *others = engine.own
+    each = {first: given}
+    for rank in others:
+        try:
+            each[rank] = copy.copy(given) if isinstance(given, DataLoader) else copy.deepcopy(given)
+            if isinstance(given, DataLoader):
+                vars(each[rank])["dataset"] = copy.deepcopy(given.dataset)
+        except Exception as error:  # any: these are objects of the author
+            name = type(getattr(given, "dataset", given)).__name__
+            message = f"--virtual-ranks cannot copy {name} for each rank ({error})"
+            raise UserError(f"{message}: open files in its __iter__", everywhere=True) from error
+    return each

@@ -6,6 +6,7 @@ The position in each follows from the number of samples of the first one that ar
 with `restart=True` since that of the epoch.
 """
 
+import itertools
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -29,21 +30,27 @@ Part = tuple[Input, int]  # a data set of the step, and its number of samples fo
 
 
 def of_other(plan: Plan, part: Part, position: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
-    """Yield (epoch, batch), as a Plan does: this rank's samples of another data set than the first.
+    """Yield (epoch, batch), as a Plan does: this process's samples of another data set than the first.
 
     plan: of the first one. position: in samples, since the beginning of training, through all epochs. seed: of the order.
     """
     source, ratio = part
     order = lru_cache(2)(lambda epoch: source.order(seed, epoch))
-    for _, batch in plan:
-        epoch, missing, taken = position // source.per_epoch, batch.together * ratio, list[Tensor]()
-        while missing:
-            current, first = divmod(position, source.per_epoch)
-            taken.append(order(current)[first : first + missing])
-            position, missing = position + len(taken[-1]), missing - len(taken[-1])
-        groups = torch.cat(taken).view(-1, ratio)  # one for each sample of the first data set in this pass
-        mine = groups[plan.rank :: plan.size] if batch.local_count else groups[:1]
-        yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
+    own = plan.own or (plan.rank,)
+    for step in itertools.chain.from_iterable(map(plan.epoch, range(plan.first_epoch, plan.epochs))):
+        passes = len(step.batches) // len(own)
+        for turn, rank in enumerate(own):
+            at = position
+            for batch in step.batches[turn * passes : (turn + 1) * passes]:
+                epoch, missing, taken = at // source.per_epoch, batch.together * ratio, list[Tensor]()
+                while missing:
+                    current, first = divmod(at, source.per_epoch)
+                    taken.append(order(current)[first : first + missing])
+                    at, missing = at + len(taken[-1]), missing - len(taken[-1])
+                groups = torch.cat(taken).view(-1, ratio)  # one for each sample of the first data set in this pass
+                mine = groups[rank :: plan.size] if batch.local_count else groups[:1]
+                yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
+        position = at
 
 
 class Together(dict[str, Any]):
@@ -56,7 +63,6 @@ class Together(dict[str, Any]):
 class Several(Input):
     """Several inputs in one step, by name. Batches are dictionaries with a part for each. Raises UserError."""
 
-    only_one_rank = "several data sets in a step"
     restart = False
 
     def __init__(self, kinds: Sequence[Kind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):

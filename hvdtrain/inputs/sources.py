@@ -30,11 +30,7 @@ def open_input(
     what = data[0] if len(data) == 1 else data
     for kind in kinds if not (len(data) == 1 and isinstance(what, tuple)) else ():
         if kind.takes(what):
-            opened = kind.opened(engine, what, seed, batch_size, output)
-            if engine.takes_turns and opened.only_one_rank:
-                remedy = "leave it out, or give run.steps one data set of known length"
-                raise UserError(f"--virtual-ranks cannot go with {opened.only_one_rank}: {remedy}", everywhere=True)
-            return opened
+            return kind.opened(engine, what, seed, batch_size, output)
     names = ", ".join(type(part).__name__ for part in data) or "nothing"
     remedy = "give it tensors, a number of samples, or a DataLoader"
     if isinstance(what, (list, tuple)) and any(isinstance(part, DataLoader) for part in what):

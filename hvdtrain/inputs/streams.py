@@ -32,6 +32,7 @@ from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import may_leave_out, samples_in
 from hvdtrain.inputs.inputs import Batch, Input, Kind
 from hvdtrain.inputs.loaders import (
+    given_to,
     is_stateful,
     is_stream,
     iterate,
@@ -303,26 +304,28 @@ class Stream(Input):
     """
 
     samples = per_epoch = 0
-    only_one_rank = "a stream"
 
     def __init__(self, engine: Engine, given: Any, seed: int, batch_size: int, output: Any):
         if isinstance(given, DataLoader):
             require_usable(given)
             require_batch_size(given, batch_size)
-        self._engine, self._given, self._seed, self._output = engine, given, seed, output
+        self._engine, self._seed, self._output = engine, seed, output
+        self._given = given_to(engine, given)
         self._name = type(getattr(given, "dataset", given)).__name__
         self._copies = Copies(engine.device)
         self._workers = getattr(given, "num_workers", 0)
         self._state = TrainState()
         self._per_step = 0  # batches, over all ranks
         self._keeps = False  # whether positions are saved
-        self._reader: Reader | None = None
-        self._held: Position | None = None  # this rank's position in the epoch to resume, or where the next one begins
+        # By rank, of those of this process. held: a position in the epoch to resume, or where the next one begins.
+        self._readers: dict[int, Reader] = {}
+        self._held: dict[int, Position | None] = {}
         persistent = bool(getattr(given, "persistent_workers", False)) and not is_stateful(given)
         self._carries = persistent and is_stateful(given.dataset)  # the state of workers into the next epoch
         self._lasts = persistent or not self._workers  # what has a state is there in the next epoch
         self._finished = False  # that epoch has no steps left
-        self._first: tuple[Any, int] | None = None  # of this epoch
+        self._first: dict[int, tuple[Any, int]] = {}  # of this epoch
+        self._midway: set[int] = set()  # ranks that go on within it: their first batch is read again where it is needed
         self._drawn: list[Any] = []  # for the next micro-batches
         self._seen: dict[int, int] = {}  # digest of a batch -> rank: of the first batches of an epoch
         self._announced = False
@@ -335,45 +338,47 @@ class Stream(Input):
     # ---- the position
 
     def position(self) -> Position:
-        if self._reader is None:
+        if not self._readers:
             return {"workers": self._workers, "finished": True, "reader": None}
-        return {"workers": self._workers, "finished": self._finished, "reader": self._reader.position()}
+        reader = self._readers[self._engine.rank].position()
+        return {"workers": self._workers, "finished": self._finished, "reader": reader}
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
         held = positions()
         if held is not None and all(one["finished"] for one in held):
             self._finished = state.samples_of_epoch > 0
-            self._held = self._end_of(held)
+            self._held = {rank: self._end_of(held, rank) for rank in self._engine.own}
             return None
         if not state.samples_of_epoch:
             return None
-        why = self._engine.all_gather_object(self._why_anew(held), "stream.position")
-        if reason := next((one for one in why if one), None):
+        own = [self._why_anew(held, rank) for rank in self._engine.own]
+        why = self._engine.all_gather_object(own, "stream.position")
+        if reason := next((one for theirs in why for one in theirs if one), None):
             taken, state.samples_of_epoch = state.samples_of_epoch, 0
             return f"epoch {state.epoch + 1} of the stream begins anew, after {taken:,} samples: {reason}"
         assert held is not None
-        self._held = held[self._engine.rank]["reader"]
+        self._held = {rank: held[rank]["reader"] for rank in self._engine.own}
         return None
 
-    def _end_of(self, positions: Sequence[Position]) -> Position | None:
-        """Return where this rank's next epoch begins, after one that ended at these positions; None: as if it was the first.
+    def _end_of(self, positions: Sequence[Position], rank: int) -> Position | None:
+        """Return where a rank's next epoch begins, after one that ended at these positions; None: as if it was the first.
 
         With another number of ranks, each takes a state only if it was the same on all.
         """
         alike = all(one == positions[0] for one in positions)
-        mine = positions[self._engine.rank if len(positions) == self._engine.size else 0]
+        mine = positions[rank if len(positions) == self._engine.size else 0]
         usable = len(positions) == self._engine.size or alike
         if not self._lasts or not usable or mine["workers"] != self._workers or mine["reader"] is None:
             return None
         return at_beginning(mine["reader"])
 
-    def _why_anew(self, positions: Sequence[Position] | None) -> str | None:
+    def _why_anew(self, positions: Sequence[Position] | None, rank: int) -> str | None:
         """Return why an epoch cannot be resumed, or None."""
         if positions is None:
             return "the checkpoint has no position in a stream"
         if len(positions) != self._engine.size:
             return f"it was saved on {len(positions)} ranks, and there are {self._engine.size} now"
-        mine = positions[self._engine.rank]
+        mine = positions[rank]
         if mine["workers"] != self._workers:
             return f"it was saved with num_workers={mine['workers']}, which is {self._workers} now"
         return f"{self._name} has no state_dict" if without_state(mine["reader"]) else None
@@ -388,26 +393,31 @@ class Stream(Input):
         return Batch(batch, planned.indices, planned.local_count, planned.weight, planned.first)
 
     def steps(self, epoch: int) -> Iterator[PlannedStep]:
-        """Yield this rank's part of each remaining step of `epoch`. A collective for each."""
+        """Yield this process's part of each remaining step of `epoch`. A collective for each."""
         if self._finished and self._state.samples_of_epoch:  # resumed where it had ended
             return
-        engine, rank, size = self._engine, self._engine.rank, self._engine.size
-        self._finished, self._first = False, None
-        if self._reader is not None and self._carries:
-            self._held = at_beginning(self._reader.position())
-        self._reader, self._held = self._open(epoch, self._held), None
+        engine, own, size = self._engine, self._engine.own, self._engine.size
+        self._finished, self._first = False, {}
+        if self._readers and self._carries:
+            self._held = {rank: at_beginning(reader.position()) for rank, reader in self._readers.items()}
+        held, self._held = self._held, {}
+        begun = {rank: one.get("parts", [one]) for rank, one in held.items() if one}
+        self._midway = {rank for rank, parts in begun.items() if any(part["drawn"] for part in parts)}
+        self._readers = {rank: self._open(epoch, rank, held.get(rank)) for rank in own}
         self._seen = {}
         for number in itertools.count():
             engine.activity.begin_step(self._state.step)
             # Batches go round the ranks, also where these are not as many as at the beginning: streams are read alike.
-            first = self._state.step * self._per_step % size
-            begins = [(one - first) % size for one in range(size)]
+            begins = [(one - self._state.step * self._per_step) % size for one in range(size)]
             takes = [[begin + at < self._per_step for at in range(0, self._per_step, size)] for begin in begins]
             with engine.activity.during("reading data"):
-                drawn = [self._draw() if mine else None for mine in takes[rank]]
+                drawn = {rank: [self._draw(rank) if mine else None for mine in takes[rank]] for rank in own}
             compared = number < max(1, self._workers) and (size > 1 or self._workers > 1)
-            summaries = [[one[1], digest_of(one[0]) if compared else 0] if one else [0, 0] for one in drawn]
-            everyone = engine.all_gather(torch.tensor(summaries), "stream")  # [size, passes, 2]
+            summaries = [
+                torch.tensor([[one[1], digest_of(one[0]) if compared else 0] if one else [0, 0] for one in of_rank])
+                for of_rank in drawn.values()
+            ]
+            everyone = engine.all_gather_ranks(summaries, "stream")  # [size, passes, 2]
             counts = everyone[:, :, 0]
             self._require_different(everyone[:, :, 1].tolist())
             self._require_samples([mine[0] for mine in takes], counts)
@@ -416,38 +426,41 @@ class Stream(Input):
             if not self._announced:
                 self._say_what_holds()
             total, planned = int(counts.sum()), []
-            for at in counts.sum(0).nonzero()[:, 0].tolist():
-                count, together = int(counts[rank, at]), int(counts[:, at].sum())
-                before = int(counts[:rank, at].sum()) if count else 0
-                planned.append(PlannedBatch(NO_INDICES, count * size / total, count, together, before))
-                one = drawn[at]
-                self._drawn.append(self._filler(epoch) if one is None else one[0])
+            for rank in own:
+                for at in counts.sum(0).nonzero()[:, 0].tolist():
+                    count, together = int(counts[rank, at]), int(counts[:, at].sum())
+                    before = int(counts[:rank, at].sum()) if count else 0
+                    planned.append(PlannedBatch(NO_INDICES, count * size / total, count, together, before))
+                    self._drawn.append(one[0] if (one := drawn[rank][at]) else self._filler(epoch, rank))
             yield PlannedStep(planned, total)
             self._drawn.clear()
         self._finished = True
 
-    def _open(self, epoch: int, held: Position | None, given: Any = None) -> Reader:
-        given = self._given if given is None else given
-        return opened(self._engine, given, self._seed, epoch, held, keeps=self._keeps or self._carries)
+    def _open(self, epoch: int, rank: int, held: Position | None, given: Any = None) -> Reader:
+        with self._engine.numbered(rank):
+            given = self._given[rank] if given is None else given
+            return opened(self._engine, given, self._seed, epoch, held, keeps=self._keeps or self._carries)
 
-    def _draw(self) -> tuple[Any, int] | None:
-        assert self._reader is not None
-        drawn = self._reader.draw()
-        self._first = self._first or drawn
+    def _draw(self, rank: int) -> tuple[Any, int] | None:
+        with self._engine.numbered(rank):
+            drawn = self._readers[rank].draw()
+        if drawn is not None and rank not in self._midway:
+            self._first.setdefault(rank, drawn)
         return drawn
 
-    def _filler(self, epoch: int) -> Any:
+    def _filler(self, epoch: int, rank: int) -> Any:
         """Return the first batch of this epoch, for a rank whose stream has ended. A resumed rank reads it again."""
-        if self._first is None:
-            given = copy.copy(self._given)
+        if rank not in self._first:
+            given = copy.copy(self._given[rank])
             if not self._workers:  # else workers get a copy
                 with contextlib.suppress(Exception):  # of a file, for instance
                     vars(given)["dataset"] = copy.deepcopy(given.dataset)
-            self._first = self._open(epoch, None, given).draw()
-            if self._first is None:
-                message = f"rank {self._engine.rank} has no samples in its stream any more"
-                raise UserError(f"{message}: give it the same data")
-        return self._first[0]
+            with self._engine.numbered(rank):
+                first = self._open(epoch, rank, None, given).draw()
+            if first is None:
+                raise UserError(f"rank {rank} has no samples in its stream any more: give it the same data")
+            self._first[rank] = first
+        return self._first[rank][0]
 
     def _require_samples(self, take: Sequence[bool], counts: Tensor) -> None:
         """Raise UserError on every rank if the stream of one is empty. take: whether each reads. counts: [size, passes]."""
@@ -467,6 +480,7 @@ class Stream(Input):
                 if other is None or (other == rank and self._workers <= 1):
                     continue
                 who, remedy = f"ranks {other} and {rank}", "give each rank its part, by run.rank and run.size"
+                remedy += ", read in its __iter__" * self._engine.takes_turns
                 if other == rank:
                     who = f"the workers of rank {rank}"
                     remedy = "give each worker its part, by torch.utils.data.get_worker_info()"
@@ -474,12 +488,11 @@ class Stream(Input):
 
     def _say_what_holds(self) -> None:
         """Print once what is up to the data set. Raises UserError for a state that cannot be saved."""
-        assert self._reader is not None
         self._announced = True
         if self._engine.size > 1:  # with random augmentation, batches of the same samples differ, too
             remedy = "its data set must take its part, by run.rank and run.size"
             self._output.say(f"each rank reads a stream of its own: {remedy}")
-        if self._keeps and without_state(self._reader.position()):
+        if self._keeps and without_state(self._readers[self._engine.own[0]].position()):
             lost = "a resumed run begins the epoch of this stream anew"
             self._output.say(f"{self._name} has no state_dict and load_state_dict: {lost}")
 

@@ -119,7 +119,8 @@ def backward_explained(error: Exception, step: int) -> UserError | None:
     if "backward through the graph a second time" in str(error):
         remedy = "detach() what another backward pass has used, or compute it again in this loop"
         return UserError(f"step {step}: step.backward() got a part of an earlier loss: {remedy}")
-    # Horovod's hook raises an AssertionError without a text; DDP's reducer says "mark a variable ready only once".
+    # Horovod's hook, and that of virtual.py, raise an AssertionError without a text; DDP's reducer says "mark a variable
+    # ready only once".
     if (isinstance(error, AssertionError) and not str(error)) or "mark a variable ready only once" in str(error):
         remedy = "leave loss.backward() out, step.backward(loss) calls it"
         if in_checkpoint(error):

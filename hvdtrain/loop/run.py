@@ -29,7 +29,7 @@ from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers,
 from hvdtrain.loop.feature import Feature, Features
 from hvdtrain.loop.mistakes import refusal
 from hvdtrain.loop.prepare import Prepared, prepare, sorted_objects
-from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
+from hvdtrain.loop.state import Best, Initial, Length, Ranked, Stage, TrainState
 from hvdtrain.loop.step import Shared, Step, keep_in_order
 from hvdtrain.loop.stopping import Decision, Stopped, Stopping
 from hvdtrain.output.clock import Clock
@@ -38,7 +38,7 @@ from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.run_output import RunOutput
 
 
-class Run:
+class Run(Ranked):
     """A run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation, exit_code."""
 
     shares_buffers = True  # before an evaluation: ranks have changed their own while training
@@ -59,16 +59,6 @@ class Run:
         self._shared: Shared | None = None  # from `prepare` on
         self._evaluation: Evaluation | None = None  # inside `evaluating`
         self._in_loop = False  # over `epochs`
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank, from 0."""
-        return self.engine.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.engine.size
 
     @property
     def device(self) -> torch.device:
@@ -253,7 +243,7 @@ class Run:
 
         self._require_running("run.gather()")
         step = self._shared.step if self._shared is not None else None
-        return gather(self.engine, rows, step.current if step is not None else None)
+        return gather(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
 
     # ---- the loop over epochs
 

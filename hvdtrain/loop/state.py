@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric
 
@@ -125,3 +126,34 @@ class Length(NamedTuple):
                 had = ", ".join(held for held in evaluation if held != "count")
                 remedy = f"write run.record({name}=...) in it"
                 raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {remedy}", everywhere=True)
+
+
+class RankAndSize(NamedTuple):
+    """Which rank this is, of how many."""
+
+    rank: int
+    size: int
+
+
+class Ranked:
+    """A run, as a data set sees it that takes its part by `rank` and `size`."""
+
+    engine: Engine
+
+    def __deepcopy__(self, memo: object) -> "Ranked":
+        """Return this run: its data sets may be copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Return what a data set has in a worker of its DataLoader."""
+        return RankAndSize, (self.rank, self.size)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.engine.size

@@ -21,6 +21,7 @@ from hvdtrain.output.metric_names import require_free
 if TYPE_CHECKING:
     from hvdtrain.loop.counts import Counts
     from hvdtrain.loop.feature import Features
+    from hvdtrain.loop.gather import Rehearsals
     from hvdtrain.loop.mistakes import Outputs
     from hvdtrain.output.clock import Clock
 
@@ -67,6 +68,11 @@ class Shared:
     def __post_init__(self) -> None:
         # The ranks that this process computes, one after the other. They never change, and each step reads them.
         self.own = tuple(self.engine.own)
+        self.rounds: Rehearsals | None = None  # of loops over micro-batches, if ranks take turns
+        if self.engine.takes_turns:
+            from hvdtrain.loop import gather
+
+            self.rounds = gather.Rehearsals(self.engine)
 
 
 class Tally(NamedTuple):
@@ -106,7 +112,8 @@ class Step:
         self.backwards: dict[torch.optim.Optimizer, int] = {}  # calls of `backward` in this loop
         self.missing: list[str] = []  # parameters that got no gradient on this rank
         self.items: Counts | None = None  # with `backward(count=...)`, or where a collate_fn may leave samples out
-        self._shared, self._planned, self._input = shared, planned, source
+        self._planned = planned
+        self._shared, self._input = shared, source
         self._samples = shared.state.samples  # of all steps before
         self._batch: Batch | None = None  # the current micro-batch
         self._left = False  # whether a loop over `batches` was left by `break`
@@ -194,28 +201,36 @@ class Step:
             raise self._not_ended("step.batches() inside step.batches(): end the first loop before the next")
         shared, loop = self._shared, self._loops
         prepared, count = shared.prepared, self.micro_batches
-        self._begin_loop(loop, count)
         passes = count // len(shared.own)  # of each rank of this process: as many for all
-        for number in range(count):
-            if number % passes == 0:
-                self._begin_turn(shared.own[number // passes], loop)
-            batch = self._batch = self._load(number)
-            shared.clock.mark("loading")
-            self.micro_batch, self._calls = number, 0
-            local = prepared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
-            with local, shared.autocast():
-                try:
-                    yield batch if batch.data is None else batch.data
-                except GeneratorExit:  # of a loop that is left by `break`
-                    self._left = True
-                    raise
-            self._batch = None
-            if not self._calls:
-                raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
-            if number < count - 1:
-                shared.clock.mark("compute")
-        if self._outputs is not None:
-            self._outputs.end()
+        again, rounds, losses, tallies = True, shared.rounds, len(self.losses), self.tallies
+        if rounds is not None:
+            rounds.begin()
+        while again:
+            self._begin_loop(loop, count)
+            if rounds is not None:  # as before the round that was computed
+                del self.losses[losses:]
+                self.tallies = {rank: Tally(dict(one.sums), dict(one.counts)) for rank, one in tallies.items()}
+            for number in range(count):
+                if number % passes == 0:
+                    self._begin_turn(shared.own[number // passes], loop)
+                batch = self._batch = self._load(number)
+                shared.clock.mark("loading")
+                self.micro_batch, self._calls = number, 0
+                local = prepared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
+                with local, shared.autocast():
+                    try:
+                        yield batch if batch.data is None else batch.data
+                    except GeneratorExit:  # of a loop that is left by `break`
+                        self._left = True
+                        raise
+                self._batch = None
+                if not self._calls:
+                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
+                if number < count - 1:
+                    shared.clock.mark("compute")
+            if self._outputs is not None:
+                self._outputs.end()
+            again = rounds is not None and rounds.goes_on()
         if prepared.engine.takes_turns:
             self._begin_turn(None, loop)
         self._reduce()
@@ -230,10 +245,16 @@ class Step:
         """Return what is wrong in a loop over `batches`, or after it was left."""
         return UserError(f"step {self.number}: {LEFT if self._left else inside}")
 
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, which take turns: see `Rehearsals`."""
+        rounds, planned = self._shared.rounds, self._planned.batches[self.micro_batch]
+        assert rounds is not None
+        return rounds.gather(rows, self.batch, planned.together, late=bool(self.backwards))
+
     def _begin_loop(self, loop: int, count: int) -> None:
         """Begin a loop (from 0) over `count` micro-batches."""
         engine, prepared = self._shared.engine, self._shared.prepared
-        self._loops += 1
+        self._loops = loop + 1
         engine.activity.compute()
         if self.items is not None:
             self.items.begin()
@@ -305,6 +326,8 @@ class Step:
         # backward() belongs outside of autocast: that of --amp, or the author's.
         with torch.autocast(shared.engine.device.type, enabled=False):
             scaled = prepared.scaler.scale(loss * weight)
+            if shared.rounds is not None and shared.rounds.rehearses(scaled):
+                return
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
             inputs = None
             if len(chosen) < len(prepared.optimizers):

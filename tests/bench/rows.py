@@ -155,7 +155,7 @@ def of_training() -> tuple[Group, ...]:
             Group(f"virtual-{name}-{processes}", virtual(name, processes), (
                 Row(f"virtual-{name}-{processes}",
                     f"`{name}`, {processes} of 4 ranks: `--virtual-ranks 4`, time of a step over accumulated micro-batches",
-                    "≤ 1.1", "gradients are exchanged after the last backward pass" if processes > 1 else ""),
+                    "≤ 1.1", "four processes on two cores" if processes > 2 else ""),
             ))
             for name in ("resnet18", "lm") for processes in (1, 2, 4)
         ),

@@ -155,6 +155,18 @@ def test_deterministic_twice(engine, tmp_path, saw):
     assert one["parameters_sha256"] == other["parameters_sha256"]
 
 
+@both_engines
+def test_virtual_ranks_on_one_process_and_on_two(engine, tmp_path, saw):
+    flags = "--virtual-ranks 2 --deterministic"
+    one = train(tmp_path / "one", 1, flags, "serial")[0]
+    two = train(tmp_path / "two", 2, flags, engine)[0]
+    plain = train(tmp_path / "plain", 2, "--deterministic", engine)[0]
+    seconds = [f"{summary['train_seconds']:.2f}" for summary in (one, two, plain)]
+    saw(f"seconds of training: 1 process {seconds[0]}, 2 processes {seconds[1]}, without virtual ranks {seconds[2]}")
+    assert one["parameters_sha256"] == two["parameters_sha256"]
+    assert (one["test_loss"], one["test_accuracy"]) == (two["test_loss"], two["test_accuracy"])
+
+
 def test_the_loss_of_a_cpu(tmp_path, saw):
     flags = "--epochs 1 --optimizer sgd --lr 0.01 --momentum 0 --lr-schedule constant --amp off"
     here = train(tmp_path / "here", 1, flags, "serial", NVIDIA_TF32_OVERRIDE="0")[0]["test_loss"]

@@ -43,15 +43,26 @@ def test_all_gather_of_nothing(engine, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*SENT, torch.bfloat16], ids=str)
-def test_all_to_all(engine, dtype):
+def test_parts_for_each_rank(engine, dtype):
     """Rank r gives each rank a part of 4 (r + 1) numbers."""
 
     def part(sender: int, receiver: int) -> torch.Tensor:
         return data(10 * sender + receiver, dtype, (4 * (sender + 1),))
 
     sent = torch.cat([part(engine.rank, rank) for rank in range(engine.size)])
-    received = engine.all_to_all(sent, [4 * (rank + 1) for rank in range(engine.size)], "parts")
+    begun = engine.begin("parts", sent, [4 * (rank + 1) for rank in range(engine.size)], "parts")
+    received = engine.end(begun, "parts")
     assert torch.equal(received, torch.cat([part(rank, engine.rank) for rank in range(engine.size)]))
+
+
+@pytest.mark.parametrize("kind", ["all", "sum"])
+def test_collectives_that_overlap(engine, kind):
+    sent = [data(engine.rank + number, torch.float64, (5,)) for number in range(3)]
+    begun = [engine.begin(kind, one, [], f"{kind} {number}") for number, one in enumerate(sent)]
+    for number, one in enumerate(begun):
+        everyone = torch.stack([data(rank + number, torch.float64, (5,)) for rank in range(engine.size)])
+        expected = everyone.sum(0) if kind == "sum" else everyone.view(-1)
+        torch.testing.assert_close(engine.end(one, "overlapping"), expected)
 
 
 @pytest.mark.parametrize("dtype", SENT, ids=str)

@@ -19,7 +19,6 @@ SHORTER = {
     "checkpoint/verify",
     "datasets/cache",
     "engines/errors",
-    "loop/gather",
     "models/classifiers",
     "unpack",
 }
@@ -29,15 +28,15 @@ BUDGETS = {
     "hvdtrain/*": 2970,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1370,
-    "hvdtrain/checkpoint": 3170,  # with one state of many ranks, numbers that a state lacks, modes of modules
+    "hvdtrain/checkpoint": 3180,  # with one state of many ranks, numbers that a state lacks, modes of modules
     "hvdtrain/checks": 440,
     "hvdtrain/datasets": 1910,
-    "hvdtrain/engines": 4510,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
-    "hvdtrain/features": 1140,  # with --virtual-ranks
+    "hvdtrain/engines": 4710,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
+    "hvdtrain/features": 1150,  # with --virtual-ranks
     "hvdtrain/guards": 1650,
-    "hvdtrain/inputs": 2780,  # with what persistent workers do not see, samplers without an engine, virtual ranks, restart
+    "hvdtrain/inputs": 2810,  # with what persistent workers do not see, samplers without an engine, virtual ranks, restart
     "hvdtrain/launching": 2320,  # with the question whether forked ranks keep CUDA
-    "hvdtrain/loop": 2970,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
+    "hvdtrain/loop": 3180,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
     "hvdtrain/output": 1590,  # with --virtual-ranks
     "hvdtrain/training": 20,
@@ -50,13 +49,13 @@ BUDGETS = {
     "tests/e2e": 6790,  # with an export and a loss of one rank alone, an older stop under Slurm
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
-    "tests/gpu": 700,
+    "tests/gpu": 710,  # with --virtual-ranks
     "tests/horovod_calls": 550,
-    "tests/parallel": 3160,  # with one state of many ranks, --virtual-ranks, optimizers that share out their state
+    "tests/parallel": 3170,  # with one state of many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 660,  # one training under eleven trainers: docs/evidence/peers.md
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
-    "tests/single": 23360,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
+    "tests/single": 23270,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
     "tests/twins": 1850,
 }
 

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import training
-from hvdtrain.engines import virtual
+from hvdtrain.engines import tree, virtual
 from hvdtrain.engines.errors import UserError
+from hvdtrain.features import virtual_ranks
 from tests.single.training import small
 
 
@@ -41,14 +42,17 @@ def hash_of(server, ranks, case, processes, flags=(), kills=()):
 
 
 CASES = [
-    (3, ["norm", "loader", "batched"], [], [2, 1, 3]),
+    (3, ["norm", "loader", "batched", "count", "share"], [], [2, 1, 3]),
     pytest.param(
         5, ["norm", "channels_last", "average", "sampler", "batched", "share"], [], [2, 3, 1], marks=pytest.mark.slow
     ),
-    pytest.param(4, ["norm", "count", "two"], ["--accumulate", "2"], [3, 1, 4], marks=pytest.mark.slow),
+    pytest.param(4, ["norm", "count", "two"], ["--accumulate", "2"], [2, 3, 4], marks=pytest.mark.slow),
     pytest.param(6, ["norm", "unused", "average"], ["--amp", "bf16"], [1, 4, 5], marks=pytest.mark.slow),
     pytest.param(3, ["batches"], ["--reduction", "sum"], [3, 2, 1], marks=pytest.mark.slow),
     pytest.param(8, ["norm"], [], [8, 3, 3], marks=pytest.mark.slow),
+    pytest.param(3, ["norm", "several", "gather"], ["--accumulate", "2"], [2, 1, 3], marks=pytest.mark.slow),
+    pytest.param(3, ["norm", "stream", "batched", "workers"], [], [2, 3, 1], marks=pytest.mark.slow),
+    pytest.param(5, ["stream", "gather", "count", "two"], [], [3, 1, 2], marks=pytest.mark.slow),
 ]
 
 
@@ -59,14 +63,14 @@ def test_bits_do_not_depend_on_the_processes_nor_on_kills(ranks, case, flags, pr
     assert hash_of(server, ranks, case, processes, flags, kills=[3, 6]) == alone
 
 
-WORDS = ["norm", "channels_last", "two", "average", "count", "share", "unused", "batched"]
+WORDS = ["norm", "channels_last", "two", "average", "count", "share", "unused", "batched", "gather"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a training of each example on one process, and two on others
 @given(
     ranks=st.integers(2, 8), case=st.sets(st.sampled_from(WORDS)), kill=st.integers(2, 4), other=st.integers(2, 8),
-    data=st.sampled_from(["", "loader", "sampler", "batches"]), accumulate=st.sampled_from(["1", "2"]),
+    data=st.sampled_from(["", "loader", "sampler", "batches", "several", "stream"]), accumulate=st.sampled_from(["1", "2"]),
     amp=st.sampled_from(["off", "bf16"]),
 )  # fmt: skip
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -82,14 +86,14 @@ def test_the_tree_does_not_depend_on_the_processes(ranks, processes, seed):
     values = torch.randn(ranks, 3, generator=torch.Generator().manual_seed(seed)) * 1e3
     nodes = {}
     for process in range(processes):
-        own = virtual.owned(process, processes, ranks)
-        sums = virtual.Sums(own[0])
+        own = tree.owned(process, processes, ranks)
+        sums = tree.Sums(own[0])
         for rank in own:
             sums.add([values[rank].clone()])
-        assert [node for node, _ in sums.nodes] == virtual.nodes_of(own)
+        assert [node for node, _ in sums.nodes] == tree.nodes_of(own)
         assert len(sums.nodes) <= 2 * ranks.bit_length()
         nodes |= dict(sums.nodes)
-    (total,) = virtual.root_of(nodes, ranks)
+    (total,) = tree.root_of(nodes, ranks)
     parts = list(values)  # the tree, level by level
     while len(parts) > 1:
         pairs = zip(parts[::2], [*parts[1::2], None], strict=False)
@@ -129,25 +133,84 @@ class Extra(torch.nn.Linear):
         return 1
 
 
-class Numbers(torch.utils.data.IterableDataset):
+class Fixed(torch.utils.data.IterableDataset):
+    """Takes no part by its rank."""
+
     def __iter__(self):
-        return iter(torch.randn(8, 3))
+        return iter(zip(small.X, small.Y, strict=True))
 
 
-def test_programs_that_cannot_hold_are_refused(monkeypatch):
+class File(Fixed):
+    def __init__(self):
+        self.lines = (line for line in "abc")  # as an open file, it cannot be copied
+
+
+def test_programs_that_cannot_hold_are_refused():
     with pytest.raises(UserError, match=r"cannot go with run.register\(dice=...\), a generator: draw from torch's own"):
         train(dice=torch.Generator())
     with pytest.raises(
         UserError, match="cannot go with a model, which has a get_extra_state: keep its state in buffers"
     ):
         train(model=Extra(3, 1))
-    with pytest.raises(UserError, match="cannot go with a stream: leave it out, or give"):
-        train(data=(torch.utils.data.DataLoader(Numbers(), batch_size=8),))
-    with pytest.raises(UserError, match="cannot go with several data sets in a step: leave"):
-        train(data=({"a": (small.X,), "b": (small.Y,)},))
-    turns = pytest.raises(UserError, match=r"cannot go with run.gather\(\), as ranks take turns")
+    with pytest.raises(UserError, match=r"cannot copy File for each rank \(.*\): open files in its __iter__"):
+        train(data=(torch.utils.data.DataLoader(File(), batch_size=8),))
+    turns = pytest.raises(UserError, match=r"cannot go with run.gather\(\) elsewhere: call it in step.batches\(\)")
     with turns, training.start(small.flags_for("--virtual-ranks", "2")) as run:
         run.gather(small.X)
+
+
+def test_ranks_that_read_the_same_samples_of_a_stream_are_refused():
+    data = torch.utils.data.DataLoader(Fixed(), batch_size=8)
+    with pytest.raises(
+        UserError, match=r"ranks 0 and 1 read the same samples .* by run.rank and run.size, read in its"
+    ):
+        train(data=(data,))
+
+
+def test_an_evaluation_within_a_turn_is_one_line():
+    inside = pytest.raises(UserError, match=r"run.evaluating\(\) inside of step.batches\(\): call it after the loop")
+    with inside, training.start(small.flags_for("--virtual-ranks", "2")) as run:
+        model, _ = run.prepare(net := small.network(), torch.optim.SGD(net.parameters(), 0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(small.X, small.Y):
+                for x, y in step.batches():
+                    step.backward((model(x) - y).square().mean())
+                    with run.evaluating(4) as mine:
+                        run.record(error=(model(small.X[mine])).sum())
+
+
+def trained_on_gathered_rows(*argv, batch_size):
+    """Return the weights after steps whose loss compares the rows of all ranks with each other."""
+    with training.start(small.flags_for(*argv, batch_size=batch_size)) as run:
+        torch.manual_seed(1)
+        net = torch.nn.Linear(3, 2)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for _ in run.epochs(2):
+            for step in run.steps(small.X[:38]):
+                for (x,) in step.batches():
+                    rows = run.gather(model(x))
+                    own = slice(step.batch.first, step.batch.first + len(x))
+                    step.backward((model(x) @ rows.T).square().mean() + (rows[own] - rows.mean(0)).abs().mean())
+                step.update()
+        return net.weight.detach().clone()
+
+
+def test_a_loss_over_the_rows_of_all_ranks_is_that_of_one_rank_with_all_samples():
+    alone = trained_on_gathered_rows(batch_size=32)
+    torch.testing.assert_close(trained_on_gathered_rows("--virtual-ranks", "4", batch_size=8), alone)
+
+
+def test_torch_threads_are_a_share_of_the_cores_for_each_rank(monkeypatch, capsys):
+    monkeypatch.setattr(virtual_ranks, "cores_here", lambda *_: 8)
+    threads = torch.get_num_threads()
+    flags = training.parser("test", None).parse(["--engine", "serial", "--virtual-ranks", "4", "--no-progress"])
+    try:
+        with training.start(flags) as run:
+            run.prepare(net := torch.nn.Linear(3, 1), torch.optim.SGD(net.parameters(), 0.1))
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert "virtual ones on 1 process, serial, cpu, 2 torch threads per rank" in capsys.readouterr().out
 
 
 class TwoProcesses:

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
+from hvdtrain.loop.run import Run
 
 SAMPLES, SECONDS = 43, 300
 FIELDS = ("loss", "loss_rank0", "error", "hits", "gradient_norm", "count")  # which must be the same
@@ -33,13 +34,42 @@ def optimizers_of(net: nn.Sequential, case: set[str]) -> list[torch.optim.Optimi
     return [torch.optim.SGD(net[0].parameters(), 0.05, momentum=0.9), torch.optim.AdamW(others, 0.01)]
 
 
-def data_of(x: torch.Tensor, y: torch.Tensor, batch_size: int, case: set[str]) -> tuple:
+class Numbers(IterableDataset):
+    """A rank's part of the samples, of unequal lengths, with a state."""
+
+    def __init__(self, run: Run, x: torch.Tensor, y: torch.Tensor):
+        self._run, self._x, self._y, self._at = run, x, y, 0
+
+    def __iter__(self):
+        own = range(self._run.rank, SAMPLES, self._run.size)
+        while self._at < len(own):
+            number = own[self._at]
+            self._at += 1
+            yield self._x[number] + 0.1 * torch.randn(()), self._y[number]
+        self._at = 0
+
+    def state_dict(self):
+        return {"at": self._at}
+
+    def load_state_dict(self, state):
+        self._at = state["at"]
+
+
+def data_of(run: Run, x: torch.Tensor, y: torch.Tensor, batch_size: int, case: set[str]) -> tuple:
     data, sampler = TensorDataset(x, y), WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES)
+    if "several" in case:
+        return ({"first": (x, y), "other": DataLoader(data, batch_size=2 * batch_size, shuffle=True)},)
+    if "stream" in case:
+        return (DataLoader(Numbers(run, x, y), batch_size=batch_size, num_workers=int("workers" in case)),)
     if "batches" in case:
         return (DataLoader(data, batch_sampler=BatchSampler(sampler, 3, drop_last=False)),)
     if "sampler" in case:
         return (DataLoader(data, batch_size=batch_size, sampler=sampler),)
     return (DataLoader(data, batch_size=batch_size, shuffle=True),) if "loader" in case else (x, y)
+
+
+def first(batch):
+    return batch["first"] if isinstance(batch, dict) else batch
 
 
 def main() -> int:
@@ -64,18 +94,25 @@ def main() -> int:
         schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 3)
         slow = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
         run.register(schedule=schedule, **({"slow": slow} if "average" in case else {}))
-        data = data_of(x, y, flags.batch_size, case)
+        data = data_of(run, x, y, flags.batch_size, case)
         for _ in run.epochs(flags.epochs):
             shift = torch.randn(1)  # the same on all ranks: outside of step.batches
             for step in run.steps(*data):
-                scale = step.per_sample(lambda batch: batch[1].sum() * 0.1) if "share" in case else 1.0
-                for images, labels in step.batches():
+                scale = step.per_sample(lambda batch: first(batch)[1].sum() * 0.1) if "share" in case else 1.0
+                for batch in step.batches():
+                    images, labels = first(batch)
                     output = model(images + 0.1 * shift + 0.1 * torch.randn(()))
                     if unused and run.rank % 3 == 1:
                         output = output.detach() + net[5].bias
                     net.place += int(labels.sum())
                     net.queue[int(net.place) % 3] = images.mean()
                     losses = F.cross_entropy(output, labels, reduction="none")
+                    if "several" in case:
+                        losses = losses + 0.1 * model(batch["other"][0]).square().mean()
+                    if "gather" in case:
+                        everyone = run.gather(output)
+                        labels_of_all = run.gather(F.one_hot(labels, 5).float())
+                        losses = losses + 0.1 * (output @ everyone.T - labels_of_all.sum()).square().mean(1)
                     if "count" in case:
                         weights = labels * 0.37 + 0.1
                         step.backward((losses * weights).sum() / weights.sum(), count=weights.sum())
