@@ -25,7 +25,7 @@ RUN = (
 ENGINE = (
     "all_reduce_", "all_gather", "broadcast_", "sum", "barrier", "all_gather_object", "broadcast_object", "require_equal",
 )  # fmt: skip
-CREATED = {"Metric"}  # the only class that programs create themselves: of others, how to is not shown
+CREATED = {"Metric", "exact_loader"}  # the classes that programs create themselves: of others, how to is not shown
 # Section -> (what it says first, name of each function or class -> members).
 SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "Starting": ("", {
@@ -46,8 +46,7 @@ SECTIONS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         f"hvdtrain.training.{name}": () for name in ("count", "fraction", "non_negative", "positive", "positive_int")
     }),
     "A loop of your own": ("With [any trainer](../loader.md).", {
-        "hvdtrain.loader.exact_loader": (),
-        "hvdtrain.loader.ExactLoader": ("state_dict", "load_state_dict", "seek", "set_epoch", "seed_generators"),
+        "hvdtrain.loader.exact_loader": ("state_dict", "load_state_dict", "set_epoch", "seed_generators"),
     }),
     "Errors": ("", {"hvdtrain.training.UserError": (), "hvdtrain.training.Failure": ()}),
     "Collectives of your own": ("An `Engine` is `run.engine`.", {"hvdtrain.engines.base.Engine": ENGINE}),

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
@@ -95,6 +95,21 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
                 f"or hvdtrain.starter, or set RANK and WORLD_SIZE; for a single process, unset {name}"
             )
     return Announced("none", 0, 1)
+
+
+def place_in_use() -> tuple[int, int]:
+    """Return rank and size, as the first of torch.distributed, Horovod, accelerate and the launcher has them. What is not
+    imported is not in use. Raises UserError as `announced` does."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    horovod: Any = sys.modules.get("horovod.torch")
+    if horovod is not None and horovod.is_initialized():
+        return horovod.rank(), horovod.size()
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is not None and (state := accelerate.PartialState._shared_state):
+        return state["process_index"], state["num_processes"]
+    return announced()[1:]
 
 
 def _candidates(environment: Mapping[str, str]) -> list[Launcher]:

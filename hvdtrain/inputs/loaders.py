@@ -23,7 +23,7 @@ from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN, SPLIT, Compared, difference, require_same, some_of, split_of
-from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, shard
+from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
 from hvdtrain.loop.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in
@@ -90,8 +90,7 @@ class Loader(Input):
         return split_of(self._given.dataset, *parts_of(sampler))
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        in_order = isinstance(self._given.sampler, SequentialSampler)
-        return torch.arange(self.samples) if in_order else super().order(seed, epoch)
+        return plain_order(self._given, self.samples, seed, epoch)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
         batches = ((epoch, batch.indices.tolist()) for epoch, batch in jobs)
@@ -147,6 +146,11 @@ class Loader(Input):
                 if (fetched := samples[0, some.tolist()]).samples:
                     return fetched.batch
         raise UserError("the DataLoader's collate_fn returned None: let it return the batch")
+
+
+def plain_order(given: DataLoader[Any], count: int, seed: int, epoch: int) -> Tensor:
+    """Return the order of shuffle=True or False in `epoch`, int64 [count]."""
+    return torch.arange(count) if isinstance(given.sampler, SequentialSampler) else epoch_order(count, seed, epoch)
 
 
 class Jobs:

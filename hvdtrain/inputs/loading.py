@@ -201,16 +201,16 @@ def _begin_worker(cores: set[int], worker_init: Callable[[int], None] | None, wo
     os.sched_setaffinity(0, cores)
     for number in IGNORED_SIGNALS:  # torch installs a handler for SIGTERM
         signal.signal(number, signal.SIG_IGN)
-    show_own_dataset()
-    if worker_init is not None:
-        worker_init(worker)
+    show_own_dataset(worker_init, worker)
 
 
-def show_own_dataset() -> None:
-    """Let `get_worker_info().dataset` be the program's own, in a worker."""
+def show_own_dataset(worker_init: Callable[[int], None] | None, worker: int) -> None:
+    """Let `get_worker_info().dataset` be the program's own, in a worker, and call its worker_init_fn."""
     info: Any = get_worker_info()
     if isinstance(batches := getattr(info, "dataset", None), Travels):
         object.__setattr__(info, "dataset", batches.dataset)  # its attributes are read-only
+    if worker_init is not None:
+        worker_init(worker)
 
 
 def _end_with_rank() -> None:

@@ -1,13 +1,15 @@
 """The same training under several trainers, each audited in the same way: python -m tests.peers
 
-make peers                          makes environments, audits what was not yet, writes the table into docs/evidence/peers.md
-make peers PEERS="--only ignite"    one of them; --ranks 1 or 2; --table: the table alone
+make peers                          makes environments, audits what was not yet, and writes the tables into docs/evidence:
+                                    peers.md, and loader.md of the same programs with `exact_loader`
+make peers PEERS="--only ignite"    one of them; --ranks 1 or 2; --table: the tables alone
 
 It goes on where it ended. Results are in runs/peers; remove a folder there to audit that trainer again. An audit takes a
 minute, and the environments 7 GB, most of them for Composer's own torch.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -15,15 +17,17 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.audited import forked, serving
 from tests.e2e.launchers import environment
+from tests.peers import exact
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RUNS, PAGE = ROOT / "runs/peers", ROOT / "docs/evidence/peers.md"
+RUNS = ROOT / "runs/peers"
 MARKERS = "<!-- measured -->\n", "<!-- end -->\n"
 KILLS = 4  # after a step, within one, in an evaluation, while a file is written
 
@@ -34,6 +38,8 @@ class Peer(NamedTuple):
     words: str  # the program and its arguments
     modules: str  # imported once, before the runs are forked
     environment: str = "peers"
+    launcher: str = ""  # of the audit; "": forked
+    with_loader: bool = False  # the program has the diff of docs/loader.md
 
 
 FLAGS = "--checkpoint-steps 5 --no-progress --output-dir"
@@ -50,6 +56,10 @@ PEERS = [
     Peer("Composer", "mosaicml", "composer_trainer.py", "composer", "composer"),
     Peer("hvdtrain", "hvdtrain", f"hvdtrain_loop.py {FLAGS}", "hvdtrain.training", ""),
 ]  # fmt: skip
+# docs/loader.md has a diff of each. One that other rows have is audited once.
+LOOPS = [peer for peer in PEERS if peer.words in exact.diffs()]
+LOOPS.insert(1, Peer("Horovod", "horovod", "horovod_loop.py", "", "", "mpirun"))
+LOADERS = [row for peer in LOOPS for row in (peer, peer._replace(name=f"{peer.name}, exact_loader", with_loader=True))]
 
 
 def python(name: str) -> Path:
@@ -72,21 +82,28 @@ def folder(peer: Peer, ranks: int) -> Path:
     return RUNS / f"{re.sub(r'[^a-z]+', '-', peer.name.lower())}-{ranks}"
 
 
-def audit(peer: Peer, ranks: int) -> None:
-    """Perform the audit of a trainer, and keep its versions beside audit.json."""
+def audit(peer: Peer, interpreter: str, ranks: int, target: Path, *options: str, **variables: str) -> int:
+    """Audit a program into the folder `target`. Return the audit's exit code. options, variables: of the audit."""
     program, *arguments = peer.words.split()
+    with tempfile.TemporaryDirectory() as short, contextlib.ExitStack() as stack:  # the path of a socket is short
+        path = exact.written(program, Path(short)) if peer.with_loader else HERE / program
+        launcher, command = peer.launcher, [str(path), *arguments, "{out}"]
+        if not launcher:
+            modules = peer.modules.split(",")
+            socket = stack.enter_context(serving(Path(short), interpreter, modules, PYTHONPATH=str(ROOT)))
+            launcher, command = "none", [interpreter, forked.__file__, "run", socket, str(ranks), *command]
+        start = f"-m hvdtrain.audit -np {ranks} --launcher {launcher} --output-dir {target}".split()
+        line = [sys.executable, *start, *options, "--", *command]
+        environ = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), **variables)
+        return subprocess.run(line, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL).returncode
+
+
+def measure(peer: Peer, ranks: int) -> None:
+    """Audit a trainer, and keep its versions beside audit.json."""
     interpreter = sys.executable if peer.environment == "" else str(python(peer.environment))
     target = folder(peer, ranks)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as short,  # the path of a socket may have 100 characters
-        serving(Path(short), interpreter, peer.modules.split(","), PYTHONPATH=str(ROOT)) as socket,
-    ):
-        start = f"-m hvdtrain.audit -np {ranks} --launcher none --kills {KILLS} --output-dir {target} --".split()
-        command = [interpreter, forked.__file__, "run", socket, str(ranks), str(HERE / program), *arguments, "{out}"]
-        line = [sys.executable, *start, *command]
-        done = subprocess.run(line, cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL)
-    if done.returncode == 2:
+    if audit(peer, interpreter, ranks, target, "--kills", str(KILLS)) == 2:
         sys.stderr.write(f"peers: {peer.name} on {ranks} ranks could not be audited: see {target}\n")
         return
     query = f"from importlib.metadata import version; print(version({peer.package!r}), version('torch'))"
@@ -95,7 +112,9 @@ def audit(peer: Peer, ranks: int) -> None:
 
 
 def lines_of_resuming(peer: Peer) -> int:
-    """Return how many lines of its program are there for checkpoints and for going on."""
+    """Return how many lines of its program are there for checkpoints and resuming; with the loader, those of its diff."""
+    if peer.with_loader:
+        return exact.added(peer.words.split()[0])
     marks = ("# resume", "# careful") if "--careful" in peer.words else ("# resume",)
     source = (HERE / peer.words.split()[0]).read_text().splitlines()
     return sum(line.rstrip().endswith(marks) for line in source)
@@ -119,14 +138,29 @@ def row(peer: Peer, ranks: int) -> str:
     names = ("resumes", "random numbers", "final weights", "exit codes")
     resumes, random, bits, codes = map(held, names)
     figures = f"{lost} / {repeated}" if held("samples") else "not seen"
-    cells = [peer.name, version, str(ranks), resumes, figures, random, bits, codes, str(lines_of_resuming(peer))]
+    cells = [
+        peer.name,
+        version.partition("+")[0],
+        str(ranks),
+        resumes,
+        figures,
+        random,
+        bits,
+        codes,
+        str(lines_of_resuming(peer)),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
-def table() -> str:
+def write(page: Path, peers: Sequence[Peer]) -> None:
+    """Write the table of what was measured here into a page. Of a page without, nothing changes."""
     head = "trainer | version | ranks | resumes | samples lost / repeated | random numbers | final bits | exit codes | lines"
-    rows = [row(peer, ranks) for ranks in (1, 2) for peer in PEERS if (folder(peer, ranks) / "versions.json").exists()]
-    return "\n".join([f"| {head} |", "|---|---|--:|---|--:|---|---|---|--:|", *rows, ""])
+    rows = [row(peer, ranks) for ranks in (1, 2) for peer in peers if (folder(peer, ranks) / "versions.json").exists()]
+    table = "\n".join([f"| {head} |", "|---|---|--:|---|--:|---|---|---|--:|", *rows, ""])
+    text = page.read_text()
+    before, _, rest = text.partition(MARKERS[0])
+    if rows:
+        page.write_text(f"{before}{MARKERS[0]}{table}{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
 
 
 def main() -> int:
@@ -136,14 +170,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="on so many ranks alone")
     parser.add_argument("--table", action="store_true", help="audit nothing, and write the table")
     flags = parser.parse_args()
-    for peer in PEERS:
+    for peer in dict.fromkeys([*PEERS, *LOADERS]):
         for ranks in (flags.ranks,) if flags.ranks else (1, 2):
             if flags.only in peer.name and not flags.table and not (folder(peer, ranks) / "versions.json").exists():
                 print(f"peers: {peer.name}, ranks: {ranks}", flush=True)
-                audit(peer, ranks)
-    page = PAGE.read_text()
-    before, _, rest = page.partition(MARKERS[0])
-    PAGE.write_text(f"{before}{MARKERS[0]}{table()}{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+                measure(peer, ranks)
+    write(ROOT / "docs/evidence/peers.md", PEERS)
+    write(ROOT / "docs/evidence/loader.md", [peer for peer in LOADERS if peer.with_loader or peer not in PEERS])
     return 0
 
 

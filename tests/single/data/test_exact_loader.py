@@ -212,12 +212,37 @@ def test_a_trainer_that_counts_tells_its_epoch():
 
 
 @pytest.mark.parametrize("done", [0, 3, 10, 17])
-def test_seek_goes_where_a_state_would(done):
+def test_a_trainer_that_counts_tells_how_many_batches_are_done(done):
     whole = read(loaders(2, lambda: made(batch=2)))
-    ranks = loaders(2, lambda: made(batch=2))
-    for loader in ranks:
-        loader.seek(done)
-    assert read(ranks) == whole[done:]
+    ranks = loaders(2, lambda: made(batch=2), batches_done=lambda: asked.append(done) or done)
+    asked = []
+    assert [len(loader) for loader in ranks] == [10, 10]
+    assert asked == []  # it does not know when it makes the loader
+    assert read(ranks, EPOCHS - done // 10) == whole[done:]
+    assert asked == [done] * 2
+
+
+def test_a_trainer_that_counts_finds_the_generators_as_without_a_restart():
+    """In an epoch in which it has resumed, the Trainer of transformers asks for more than there are; else it does not."""
+    at_the_end(exact_loader(made(), seed=3))
+    expected = torch.rand(()).item()
+    list(loaders(1, made, batches_done=lambda: 7)[0])
+    assert torch.rand(()).item() == expected
+
+
+def test_a_state_may_be_loaded_after_iter():
+    """Lightning calls iter() before its callbacks know the checkpoint."""
+    whole = read(loaders(1, made))
+    read(ranks := loaders(1, made), until=4)
+    batches = iter(resumed := loaders(1, made)[0])
+    resumed.load_state_dict(ranks[0].state_dict())
+    assert [next(batches) for _ in range(3)] == [batch for ((batch, *_),) in whole[4:7]]
+
+
+def test_a_state_tells_the_samples_of_a_step_before_the_loader_asks_for_more_than_there_are():
+    """One sample, left out on two ranks; a state of one rank has a step of it."""
+    read(ranks := loaders(1, lambda: made(count=1, batch=1), ends="drop"), until=1)
+    assert len(read(loaders(2, lambda: made(count=1, batch=1), ranks[0].state_dict(), ends="drop"))) == 1
 
 
 def test_a_loop_that_is_left_goes_on_and_says_so():
@@ -257,8 +282,14 @@ class Endless(Augmented):
     ("make", "options", "message"),
     [
         (lambda: [1, 2], {}, "exact_loader got a list: give it a DataLoader of torch"),
-        (lambda: DataLoader(Stream()), {}, "whose samples have no index: use a Dataset with __getitem__ and __len__"),
-        (lambda: DataLoader(Augmented(), None), {}, "the DataLoader has batch_size=None: give it a batch_size"),
+        (lambda: DataLoader(Stream()), {}, "whose samples have no index: use a map-style one, or run.steps()"),
+        (lambda: DataLoader(Augmented(), None), {}, "the DataLoader has batch_size=None: give it one, or a batch_sampler"),
+        (lambda: made("buckets"), {"batches_done": int}, "does not tell samples of a batch_sampler"),
+        (made, {"seed": None}, "seed=None: use a whole number"), (made, {"seed": 1.0}, "seed=1.0: use a whole"),
+        (made, {"seed": 2**64}, f"seed={2**64}: use a whole number of up to 62 bits"),
+        (made, {"batches_done": 3}, "batches_done=3: give it a function, such as lambda: number"),
+        (made, {"rank": 1}, "rank=1, size=None: give both, with the rank from 0 to size - 1, or none of them"),
+        (made, {"rank": 2, "size": 2}, "rank=2, size=2: give both"), (made, {"size": 0}, "rank=None, size=0: give both"),
         (lambda: made(drop_last=True), {"ends": "repeat"}, "ends='repeat' of a DataLoader with drop_last=True: leave"),
         (made, {"ends": "pad"}, """ends='pad': use "drop", "weight" or "repeat\""""),
         (lambda: DataLoader(Augmented(), 4, sampler=Endless()), {}, "as one without an end: let it end after an epoch"),
@@ -276,6 +307,8 @@ def test_what_is_refused(make, options, message):
 def test_too_few_samples_for_a_step():
     with pytest.raises(ValueError, match="an epoch has 3, fewer than the 8 samples of a step: use fewer"):
         len(exact_loader(made(count=3, drop_last=True), rank=0, size=2))
+    with pytest.raises(ValueError, match="the DataLoader has no samples"):
+        len(exact_loader(made("in order", count=0)))
 
 
 @pytest.mark.parametrize(
@@ -309,8 +342,6 @@ def test_a_state_that_is_none():
             exact_loader(made()).load_state_dict(wrong)
     with pytest.raises(ValueError, match="the state is of seed=0, the loader has 1"):
         exact_loader(made(), seed=1).load_state_dict(exact_loader(made()).state_dict())
-    with pytest.raises(ValueError, match="use load_state_dict"):
-        exact_loader(made("buckets")).seek(3)
 
 
 def test_a_batch_size_that_keeps_the_global_batch():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.rows import groups
+from tests.peers import exact
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -143,11 +144,24 @@ def test_the_index_of_evidence_has_every_page():
         ("README.md", "killed, on two ranks", ["torch's recipe", "accelerate", "hvdtrain"]),
         ("docs/compared.md", "the bits of an uninterrupted run",
             ["torch's recipe", "accelerate", "Fabric", None, "hvdtrain"]),
+        ("README.md", "the same, their loops with", ["torch's recipe, exact_loader", "accelerate, exact_loader", None]),
+        ("docs/compared.md", "the same, with .`exact_loader`", ["torch's recipe, exact_loader", "accelerate, exact_loader",
+            "Fabric, exact_loader", None, None]),
     ],
 )  # fmt: skip
 def test_comparisons_repeat_what_was_measured_of_peers(page, row, names):
-    measured = (ROOT / "docs/evidence/peers.md").read_text().replace("**", "")
+    pages = [ROOT / "docs/evidence" / name for name in ("peers.md", "loader.md")]
+    measured = "".join(page.read_text() for page in pages).replace("**", "")
     bits = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| 2 \|(?: [^|]+ \|){3} (\d of \d) \|", measured, re.M))
     (line,) = re.findall(rf"^\| {row}.*$", (ROOT / page).read_text().replace("**", ""), re.M)
-    for cell, name in zip(line.strip("| ").split(" | ")[1:], names, strict=True):
+    for cell, name in zip([cell.strip() for cell in line.split("|")[2:-1]], names, strict=True):
         assert name is None or cell.startswith(bits[name]), name
+
+
+@pytest.mark.parametrize("name", exact.diffs())
+def test_a_diff_of_the_loaders_page_is_short_and_fits_its_program(name):
+    source = (exact.HERE / name).read_text()
+    compile(exact.applied(source, exact.diffs()[name]), name, "exec")
+    assert exact.added(name) <= 5
+    with pytest.raises(ValueError, match="is not in list"):
+        exact.applied(source.replace("import task\n", ""), [" import task"])
