@@ -1,6 +1,9 @@
 """The recorder by itself: a digest is of a tensor's values, wherever they lie in memory; what counts as training."""
 
 import importlib.util
+import os
+import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -58,3 +61,81 @@ def test_a_step_that_only_makes_an_optimizers_state_is_none_of_the_training(reco
     assert [line["first"] for line in lines] == [True, False]
     assert lines[0]["after"][0] != lines[1]["before"][0] == lines[1]["after"][0]  # with a learning rate of 0
     assert {line["key"].rpartition(" ")[2] for line in lines} == {"0"}
+
+
+class Iterator:
+    """One of a DataLoader."""
+
+
+def test_a_sample_has_the_index_that_its_loader_drew(recorder):
+    """Also where a program splits a batch, or gives a part of it to its model. Content is of all that belongs to it."""
+    batches, iterator = recorder.Batches(), Iterator()
+    x, y = torch.arange(8.0).view(4, 2), torch.tensor([1, 1, 0, 1])
+    for indices in ([5, 3, 9, "a"], 7):  # 7: of a data set that makes its own batches
+        batches.draw(indices, iterator)
+    batches.deliver([x, y, torch.zeros(3), torch.tensor(1.0)], iterator)
+    batches.deliver(x + 1, iterator)
+    batches.deliver(x + 2, Iterator())  # that has drawn nothing
+    rows = recorder.samples([x, y], batches)
+    assert [index for _, index in rows] == [5, 3, 9, "a"]
+    assert len({content for content, _ in rows}) == 4
+    assert recorder.samples([x[1:3], y[1:3]], batches) == rows[1:3]
+    assert [index for _, index in recorder.samples([x[2:]], batches)] == [9, "a"]
+    assert [index for _, index in recorder.samples([x + 1], batches)] == [None] * 4
+    assert [index for _, index in recorder.samples([x[[0, 2]]], batches)] == [None] * 2  # not as they were delivered
+    other = y.clone()
+    other[1] = 5
+    assert [a == b for a, b in zip(recorder.samples([x, other], batches), rows, strict=True)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert not set(recorder.samples([x, y, torch.ones(7)], batches)) & set(rows)  # a mask that all have
+
+
+def test_what_is_read_of_modules_and_optimizers(recorder):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2, track_running_stats=False))
+    model.register_buffer("mask", torch.ones(1), persistent=False)
+    assert [buffer.numel() for buffer in recorder.persistent_buffers([model])] == [2, 2, 1]
+    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.5), momentum=0.9)
+    assert recorder.options_of(optimizer)[0].items() >= {"lr": 0.5, "momentum": 0.9, "nesterov": False}.items()
+    assert "params" not in recorder.options_of(optimizer)[0]
+    assert recorder.state_of(optimizer)[::2] == [0, 0]
+    model(torch.randn(4, 2)).sum().backward()
+    recording = recorder.Recorder()
+    recording.losses += [torch.ones(())]
+    list(recording.backward([torch.ones(()), torch.ones(2), torch.ones(2)]))  # of these, gradients were given
+    assert len(recording.losses) == 2
+    torch.optim.Adam(model.parameters()).step()
+    optimizer.step()
+    assert recorder.state_of(optimizer)[::2] == [4, 0]
+    adam = torch.optim.Adam(model.parameters())
+    adam.step()
+    adam.step()
+    assert recorder.state_of(adam)[::2] == [4, 2.0]
+
+
+def test_a_state_of_a_generator_is_read_where_it_lies(recorder):
+    random.seed(1)
+    torch.manual_seed(1)
+    first, state = recorder.generators(), random.getstate()
+    assert recorder.generators() == first
+    random.random()
+    assert first["python"] != recorder.generators()["python"]
+    random.setstate(state)
+    assert recorder.generators() == first
+    random.random()
+    assert [first[name] == recorder.generators()[name] for name in ("python", "torch")] == [False, True]
+    torch.rand(1)
+    assert first["torch"] != recorder.generators()["torch"]
+
+
+def test_a_rank_ends_by_itself_alone(recorder, tmp_path):
+    """Nobody is asked to end the others, as with a kill of all."""
+    recorder.ORDER["log"] = str(tmp_path / "run")
+    if not (pid := os.fork()):
+        recorder.end_process("one")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert not list(tmp_path.iterdir())
