@@ -1,13 +1,14 @@
 """Record the pictures of README, each of a run beside one that is killed and resumed, under torchrun.
 
 python docs/site/recording.py             docs/restart.svg: a terminal, with the hashes. Needs what pyproject.toml calls docs
-python docs/site/recording.py report      docs/report.png: the curves of MNIST. Its seconds need quiet cores
+python docs/site/recording.py report DIR  docs/report.png: the curves of MNIST, whose files DIR has; on quiet cores
 """
 
 import base64
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,10 +30,10 @@ KILLED_AFTER = "epoch 2/4"
 # What torchrun says of a killed rank fills a page. These lines of it are shown.
 SHOWN = re.compile(r"epoch |resumed |.*Signal 9 \(SIGKILL\)")
 MNIST = (
-    "torchrun --nproc-per-node 2 -m hvdtrain.mnist --dataset mnist --epochs 4 --checkpoint-steps 400 --log-steps 20"
-    " --no-progress --output-dir runs/{name}"
+    "torchrun --nproc-per-node 2 -m hvdtrain.mnist --dataset mnist --epochs 4 --checkpoint-steps 1000 --log-steps 20"
+    " --no-progress --data-dir {data} --output-dir runs/{name}"
 )
-KILLED_AT = 1_080  # a step: those since the last checkpoint are repeated
+KILLED_AT = 1_380  # a step: those since the last checkpoint are repeated
 
 
 def recorded(
@@ -69,18 +70,19 @@ def kill_rank_1(console: Console, process: subprocess.Popen[str], line: str) -> 
     os.kill(ranks[0].pid, signal.SIGKILL)
 
 
-def draw_report() -> int:
+def draw_report(data: str) -> int:
     """Train on MNIST, whole, and killed and resumed; keep the picture of the loss that the report draws of both."""
     with tempfile.TemporaryDirectory() as scratch:
         start = dict(cwd=scratch, env=os.environ | {"PYTHONPATH": str(ROOT)}, shell=True)
-        subprocess.run(MNIST.format(name="whole"), check=True, **start)
-        with subprocess.Popen(f"exec {MNIST.format(name='killed')}", **start) as process:
+        whole, killed = (MNIST.format(name=name, data=shlex.quote(data)) for name in ("whole", "killed"))
+        subprocess.run(whole, check=True, **start)
+        with subprocess.Popen(f"exec {killed}", **start) as process:
             record = Path(scratch, "runs", "killed", "metrics.jsonl")
             while process.poll() is None and not (record.exists() and f'"step": {KILLED_AT}, ' in record.read_text()):
                 time.sleep(0.01)
             ranks = json.loads(record.read_text().splitlines()[0])["ranks"]
             os.kill(ranks[1]["pid"], signal.SIGKILL)
-        subprocess.run(MNIST.format(name="killed"), check=True, **start)
+        subprocess.run(killed, check=True, **start)
         words = ["-m", "hvdtrain.report", "runs/whole", "runs/killed"]
         subprocess.run([sys.executable, *words], cwd=scratch, env=start["env"], check=True)
         page = Path(scratch, "runs", "report", "report.html").read_text()
@@ -94,8 +96,8 @@ def draw_report() -> int:
 
 
 def main() -> int:
-    if sys.argv[1:] == ["report"]:
-        return draw_report()
+    if sys.argv[1:2] == ["report"]:
+        return draw_report(str(Path(sys.argv[2]).resolve()))
     console = Console(record=True, width=COLUMNS, file=sys.stdout, force_terminal=True)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)

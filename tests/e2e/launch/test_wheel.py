@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def source(tmp_path_factory) -> Path:
 
     def left_out(directory: str, names: list[str]) -> list[str]:
         here = generated if Path(directory) == ROOT else {"__pycache__"}
-        return [name for name in names if name in here or name.endswith(".egg-info")]
+        return [name for name in names if name.endswith(".egg-info") or any(fnmatch(name, each) for each in here)]
 
     return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "hvdtrain", ignore=left_out))
 
