@@ -45,6 +45,7 @@ def test_what_it_says_and_writes_and_how_it_ends(tmp_path):
     assert (run.metrics, run.last_line()) == ({"its output": "2", "log": "3"}, "last")
     run, seconds = shell(tmp_path, "sleep 60", "hung", 0.5)
     assert (run.code, run.last_line(), run.metrics, seconds < 30) == (None, "it said nothing", None, True)
+    assert 0.5 <= run.seconds <= seconds
 
 
 def test_processes_that_stay_are_told_and_ended(tmp_path):
