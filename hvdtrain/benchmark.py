@@ -39,7 +39,7 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.engines.start import start
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import run
-from hvdtrain.loop import optimizers
+from hvdtrain.loop import optim
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled, require_compiler
@@ -134,7 +134,7 @@ class Trainer:
         if flags.no_communication:
             self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
             self.others.device = engine.device
-        optimizer = optimizers.build_optimizer("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
+        optimizer = optim.build_optimizer("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
         predivide = precision.default_predivision(flags.compression, engine.size)
         settings = dict(compression=flags.compression, predivide=predivide)
         self.replica, self.optimizer = self.others.distribute(model, optimizer, **settings)

@@ -18,23 +18,24 @@ from hvdtrain.launching import startup
 if __name__ == "__main__":
     startup.begin()
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
 
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
-from hvdtrain.datasets.corrupt import CorruptSamples
-from hvdtrain.datasets.images import TEST_BATCH, open_folder, open_synthetic
+from hvdtrain.datasets.images import Images, open_folders
 from hvdtrain.datasets.shards import open_shards
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.flags import Flags
-from hvdtrain.inputs.loading import Source, default_workers, start_workers_early, workers_that_fit
-from hvdtrain.loop import optim, optimizers
+from hvdtrain.inputs.loading import default_workers, start_workers_early, workers_that_fit
+from hvdtrain.loop import optim
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.compiling import compiled
 
@@ -54,6 +55,7 @@ RECIPES: dict[str, dict[str, object]] = {
 MEMORY_FORMATS = {"channels_last": "channels_last", "contiguous": "contiguous_format"}
 ACCURACY = training.Metric("max", percent=True)
 METRICS = {"accuracy": ACCURACY, "accuracy_top5": ACCURACY, "loss": training.Metric("min")}
+TEST_BATCH = 64  # images of an evaluation's batch, on a CPU
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, from 0 to 1: red, green, blue
 
 
@@ -98,7 +100,67 @@ def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -
     return images.sub_(pixels[0]).div_(pixels[1])
 
 
-def open_source(flags: Flags, run: training.Run) -> Source:
+def random_batch(flags: Flags, run: training.Run, classes: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of random images, made once on the device: other ones on each rank, but the same on all where ranks
+    take turns, which may be on any number of processes."""
+    generator = torch.Generator().manual_seed(0 if run.engine.takes_turns else run.rank)
+    shape = (flags.batch_size, 3, flags.image_size, flags.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    moved: tuple[Tensor, Tensor] = run.to_device(
+        images, torch.randint(0, classes, (flags.batch_size,), generator=generator)
+    )
+    return moved
+
+
+class ImageData(NamedTuple):
+    """What is trained and evaluated on."""
+
+    train: Any  # DataLoaders; of synthetic images, numbers
+    test: Any
+    classes: int
+    unreadable: "Unreadable"
+    synthetic: tuple[Tensor, Tensor] | None = None  # images and labels, of which each batch has the first ones
+
+    def batch(self, batch: Any) -> tuple[Tensor, ...]:
+        """Return images and labels of a batch of a step."""
+        if self.synthetic is not None:
+            return tuple(part[: len(batch.indices)] for part in self.synthetic)
+        self.unreadable.count(batch[1])
+        return tuple(batch)
+
+    def test_batches(self, mine: Any) -> Iterable[tuple[Tensor, ...]]:
+        """Return those of an evaluation. mine: this rank's part of it."""
+        if self.synthetic is None:
+            return map(self.batch, mine)
+        left = torch.arange(self.test)[mine].split(len(self.synthetic[1]))
+        return (tuple(part[: len(indices)] for part in self.synthetic) for indices in left if len(indices))
+
+
+class Unreadable:
+    """Counts images that cannot be read in an epoch and its evaluation, over all ranks, and ends the run if they are too
+    many. limit: how many there may be; below 1, the share of `samples`. lost: how many are known to be missing."""
+
+    def __init__(self, run: training.Run, limit: float, samples: int, lost: int = 0):
+        self._run, self._limit, self._lost = run, int(limit * samples) if limit < 1 else int(limit), lost
+        self._here: Tensor | int = 0  # in this epoch, on this rank
+
+    def count(self, labels: Tensor) -> None:
+        """Count those of a batch."""
+        self._here = self._here + (labels < 0).sum()
+
+    def settle(self, *, ended: bool = False) -> None:
+        """Add up what the ranks have counted. A collective. ended: with the evaluation. Raises UserError on every rank."""
+        here = torch.tensor([int(self._here)])
+        total = self._lost + int(self._run.engine.processes.sum(here, "unreadable"))
+        if total > self._limit:
+            remedy = f"--max-corrupt allows {self._limit:,}: fix the data, or raise it"
+            raise UserError(f"{total:,} samples cannot be read: {remedy}", everywhere=True)
+        if ended:
+            self._here = 0
+            self._run.summary(corrupt=total)
+
+
+def open_data(flags: Flags, run: training.Run) -> ImageData:
     """Return the data, the same on every rank. A collective."""
     # On a GPU, evaluations have batches of the training's size. A CPU gains nothing from larger ones.
     test_batch = TEST_BATCH if run.device.type == "cpu" else max(TEST_BATCH, flags.batch_size)
@@ -107,31 +169,45 @@ def open_source(flags: Flags, run: training.Run) -> Source:
         require_torchvision()
         if flags.dataset == "synthetic":
             flags.workers = automatic if flags.workers is None else flags.workers
-        else:  # batches of the next epoch are loaded during an evaluation
+        else:  # those of the training stay during an evaluation
             batch_bytes = (flags.batch_size + test_batch) * 3 * flags.image_size**2
             flags.workers, fewer = workers_that_fit(flags.workers, automatic, batch_bytes, run.engine.local_size)
             run.engine.notes += [fewer] if fewer else []
-    prepare = dict(side=flags.image_size, seed=flags.seed, workers=flags.workers, reduced=flags.reduced_decode)
     if flags.dataset == "synthetic":
-        count = flags.train_samples or 100 * flags.batch_size * run.size
-        source = open_synthetic(
-            run.engine, flags.image_size, flags.batch_size, flags.classes or 1000, count, -(-count // 10)
-        )
-    elif flags.dataset == "folder":
-        source = open_folder(run.engine, flags.data_dir, test_batch=test_batch, **prepare)
+        count, classes = flags.train_samples or 100 * flags.batch_size * run.size, flags.classes or 1000
+        reason = f"synthetic: {flags.batch_size} random images per rank, repeated, {count:,} per epoch"
+        run.describe_data("synthetic", reason, train_samples=count, classes=classes)
+        made = random_batch(flags, run, classes)
+        return ImageData(count, -(-count // 10), classes, Unreadable(run, 0, 0), made)
+    train: Images
+    test: Images
+    facts, lost = dict[str, object](), 0
+    if flags.dataset == "folder":
+        train, test, classes = open_folders(run.engine, flags.data_dir, flags.image_size, reduced=flags.reduced_decode)
+        reason = f"{flags.data_dir}: {len(train):,} and {len(test):,} images of {classes:,} classes"
     else:
-        patterns = (flags.train_shards, flags.test_shards)
-        source = open_shards(
-            run.engine, flags.data_dir, patterns, classes=flags.classes, test_batch=test_batch, **prepare
+        patterns, asked = (flags.train_shards, flags.test_shards), flags.classes
+        train, test, classes, facts, damaged = open_shards(
+            run.engine, flags.data_dir, patterns, flags.image_size, classes=asked, reduced=flags.reduced_decode
         )
-    samples = flags.train_samples or source.train_count
-    run.describe_data(source.name, source.reason, train_samples=samples, classes=source.classes, **source.facts)
-    corrupt = CorruptSamples(flags.max_corrupt, source.train_count)
-    corrupt.note(source.damaged if run.rank == 0 else [])
-    return dataclasses.replace(source, per_epoch=min(samples, source.train_count), corrupt=corrupt)
+        lost = sum(samples for _, samples in damaged)
+        for what, _ in damaged:
+            run.say(f"skipped: {what}")
+        what = f"{len(train.paths)} and {len(test.paths)} shards, such as {train.paths[0]}"
+        reason = f"{what}: {len(train):,} images an epoch, {classes:,} classes"
+    samples = flags.train_samples or len(train)
+    run.describe_data(flags.dataset, reason, train_samples=samples, classes=classes, **facts)
+    drawn = RandomSampler(train, num_samples=samples) if samples < len(train) else None
+    options: dict[str, Any] = dict(num_workers=flags.workers, persistent_workers=flags.workers > 0)
+    return ImageData(
+        DataLoader(train, flags.batch_size, shuffle=drawn is None, sampler=drawn, **options),
+        DataLoader(test, test_batch, num_workers=flags.workers),
+        classes,
+        Unreadable(run, flags.max_corrupt, len(train), lost),
+    )
 
 
-def train(flags: Flags, run: training.Run, source: Source) -> None:
+def train(flags: Flags, run: training.Run, data: ImageData) -> None:
     """Train and evaluate for --epochs. A collective."""
     memory_format = getattr(torch, MEMORY_FORMATS[flags.memory_format])
     pixels = torch.tensor([MEAN, DEVIATION], device=run.device).view(2, 3, 1, 1) * 255
@@ -140,12 +216,12 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
     peak_rate = optim.scaled_rate(base_rate, flags.lr_scaling, initial.ranks, flags.reduction, initial.accumulate)
 
     torch.manual_seed(flags.seed)
-    net = build_model(flags.model, source.classes, flags.image_size)
+    net = build_model(flags.model, data.classes, flags.image_size)
     if run.device.type != "cpu":
         # Else each convolution lays its weights out anew. On CPUs: the same speed.
         net = net.to(memory_format=memory_format)
-    optimizer = optimizers.build_optimizer(
-        flags.optimizer, optimizers.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay
+    optimizer = optim.build_optimizer(
+        flags.optimizer, optim.decay_groups(net), peak_rate, flags.momentum, flags.weight_decay
     )
     model, _ = run.prepare(net, optimizer)
     if flags.compile:
@@ -153,27 +229,36 @@ def train(flags: Flags, run: training.Run, source: Source) -> None:
             model = compiled(model, run.device)
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):
-        for step in run.steps(source):
+        for step in run.steps(data.train):
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, run.progress)
             step.lr = rate * optim.warmup_factor(run.epochs_done, flags.warmup_epochs, initial.ranks, flags.lr_scaling)
-            for images, labels in step.batches():
+            for batch in step.batches():
+                images, labels = data.batch(batch)
                 if len(labels) == 1 < flags.batch_size:
                     # The last batch may have one image, which gives batch norm no variance. Repeated, it has the same mean.
                     images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
                 logits = model(scaled(images, pixels, memory_format))
-                step.backward(F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing))
+                # Not the mean, which would be over those that can be read: each of them has the weight of any other.
+                losses = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing, reduction="sum")
+                step.backward(losses / len(labels))
                 if step.logged:  # the loss without smoothing, as in evaluations
-                    step.record(loss=F.cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
+                    loss = F.cross_entropy(logits, labels, reduction="sum") / len(labels)
+                    step.record(loss=loss, accuracy=logits.argmax(1) == labels)
+            if step.logged and data.synthetic is None:
+                data.unreadable.settle()
             step.update()
 
-        with run.evaluating(source, prefix="test") as batches:
-            for images, labels in batches:
+        with run.evaluating(data.test, prefix="test") as mine:
+            for images, labels in data.test_batches(mine):
                 logits = net(scaled(images, pixels, memory_format)).float()
                 probability, predicted = logits.softmax(1).topk(min(5, logits.shape[1]))
                 hits = predicted == labels[:, None]
                 loss = F.cross_entropy(logits, labels, reduction="none")
-                run.record(loss=loss, accuracy=hits[:, 0], accuracy_top5=hits.any(1))
+                readable = (labels >= 0).sum()
+                run.record(loss=loss, accuracy=hits[:, 0], accuracy_top5=hits.any(1), count=readable)
                 run.predict(label=labels, predicted=predicted, probability=probability)
+        if data.synthetic is None:
+            data.unreadable.settle(ended=True)
 
 
 def main() -> int:
@@ -181,7 +266,7 @@ def main() -> int:
     if flags.dataset != "synthetic" and flags.workers != 0:
         start_workers_early()
     with training.start(flags, metrics=METRICS) as run:
-        train(flags, run, open_source(flags, run))
+        train(flags, run, open_data(flags, run))
     return run.exit_code
 
 

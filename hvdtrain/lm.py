@@ -34,7 +34,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import result, warn
 from hvdtrain.flags import Flags
-from hvdtrain.loop import optimizers
+from hvdtrain.loop import optim
 from hvdtrain.models.compiling import compiled
 from hvdtrain.models.gpt import GPT, SIZES, Sizes, loss_of, padded
 from hvdtrain.output.clock import matrix_product_rate
@@ -170,7 +170,7 @@ def learning_rate(step: int, steps: int, flags: Flags) -> float:
 def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     """Return AdamW for `net`, fused if this torch has the kernel."""
     settings = dict(lr=flags.lr, betas=(0.9, flags.beta2), weight_decay=flags.weight_decay)
-    return optimizers.with_fused(torch.optim.AdamW, optimizers.decay_groups(net), **settings)
+    return optim.with_fused(torch.optim.AdamW, optim.decay_groups(net), **settings)
 
 
 def train(flags: Flags, run: training.Run, data: text.Text) -> None:

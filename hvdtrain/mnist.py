@@ -31,7 +31,7 @@ from hvdtrain.datasets import mnist
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
-from hvdtrain.loop import optim, optimizers
+from hvdtrain.loop import optim
 from hvdtrain.models.convnet import MODELS
 
 RECIPES: dict[str, dict[str, object]] = {
@@ -133,9 +133,7 @@ def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     # The other models keep the bits that they have always had.
     own: dict[str, Any] = dict(fused=True, beta2=0.99) if flags.model == "cosinenet" else {}
-    optimizer = optimizers.build_optimizer(
-        flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, **own
-    )
+    optimizer = optim.build_optimizer(flags.optimizer, trained, peak_rate, flags.momentum, flags.weight_decay, **own)
     model, _ = run.prepare(net, optimizer)
 
     for _ in run.epochs(flags.epochs, stop_at={"accuracy": flags.target_accuracy}):

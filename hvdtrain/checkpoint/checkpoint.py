@@ -58,7 +58,10 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock |
     holds after a power failure. lock: on the directory above. If that has been moved, nothing is written under its old name,
     where another run may be.
     """
-    data = dumped(facts, tensors)
+    import safetensors.torch
+
+    text = json.dumps(facts)
+    data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
     if lock is not None:
         lock.require_in_place()
     files.make_directory(path.parent)
@@ -81,14 +84,6 @@ def require_readable(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         raise UserError(
             f"{message}, and more than {MOST_HEADER_BYTES:,} cannot be read: give run.describe_data() a checksum instead"
         )
-
-
-def dumped(facts: Facts, tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the content of a file."""
-    import safetensors.torch
-
-    text = json.dumps(facts)
-    return safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
 
 
 def lacks_memory(error: Exception) -> bool:
@@ -218,7 +213,13 @@ def newest(
         remedy = "put one back from a copy, or begin anew with --resume never"
         raise UserError(f"all checkpoints in {directory} are damaged ({path.name}: {why}): {remedy}") from why
     for path, why in damaged.items():
-        where = "" if keep_names else f": {put_aside(path)}"
+        where, aside = "", path.with_name(path.name + ".damaged")
+        if not keep_names:
+            try:
+                path.rename(aside)
+                where = f": kept as {aside.name}"
+            except OSError:
+                where = ": left where it is"
         warn(f"checkpoint {path} is damaged ({why}){where}; trying the previous one")
     return content
 
@@ -232,16 +233,6 @@ def own_name(facts: Facts, name: str) -> str:
         return name_of(facts["state"]["step"])
     except (KeyError, TypeError, ValueError):
         return name
-
-
-def put_aside(path: Path) -> str:
-    """Rename a damaged checkpoint. Return what has become of it."""
-    aside = path.with_name(path.name + ".damaged")
-    try:
-        path.rename(aside)
-    except OSError:
-        return "left where it is"
-    return f"kept as {aside.name}"
 
 
 def find(

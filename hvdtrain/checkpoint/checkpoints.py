@@ -231,7 +231,7 @@ class Checkpoints:
         collected = self.objects.save(heartbeat, writes=self._writer is not None)
         if self._writer is None or collected is None:
             return
-        facts, live, states = collected
+        (facts, live, states), before = collected, self.resume.facts or {}
         facts["registered_types"] |= {name: contents.type_of(one) for name, one in self.generators.registered.items()}
         facts |= about | {
             "format": checkpoint.FORMAT,
@@ -244,9 +244,11 @@ class Checkpoints:
             "config": self.resume.config,
             "typed": self.resume.typed,
             "data": self.resume.data,
-            "input": self._size_of(source),
-            "split": source.split if source is not None else (self.resume.facts or {}).get("split"),
+            "input": before.get("input", {"samples": 0, "per_epoch": 0}),
+            "split": before.get("split"),
         }
+        if source is not None:
+            facts |= {"input": {"samples": source.samples, "per_epoch": source.per_epoch}, "split": source.split}
         copied[contents.OBJECTS] = live.pop(contents.OBJECTS)
         tensors = contents.snapshot(live, heartbeat) | copied
         if not self._read_back:  # with the code of a resume, and compared; later ones have the same form
@@ -254,11 +256,6 @@ class Checkpoints:
             checkpoint.require_readable(facts, tensors)
             self.objects.require_as_saved(states, facts, tensors)
         self._writer.put(facts, tensors, heartbeat)
-
-    def _size_of(self, source: Input | None) -> Facts:
-        if source is not None:
-            return {"samples": source.samples, "per_epoch": source.per_epoch}
-        return self.resume.facts["input"] if self.resume.facts is not None else {"samples": 0, "per_epoch": 0}
 
     def score(self, state: TrainState, epoch: int) -> Facts | None:
         """Return metric, direction and value of the last evaluation, if it was in this epoch."""

@@ -23,7 +23,6 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.engines.accelerators import module_of
-from hvdtrain.engines.base import Engine
 from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, named_parameters, own_name
@@ -138,12 +137,6 @@ def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> l
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def require_type(name: str, what: object, kind: str) -> None:
-    """Raise UserError on every rank if an object registered under `name` is of another class than the saved one, `kind`."""
-    if (here := type_of(what)) != kind:
-        raise UserError(f"run.register({name}=...): {kind} in the checkpoint, {here} now: {REGISTER}", everywhere=True)
-
-
 def type_of(what: object) -> str:
     """Return the name of an object's class; of a compiled module, that of the module inside."""
     return type(getattr(what, "_orig_mod", what)).__name__
@@ -203,11 +196,6 @@ def decoded(tensor: Tensor) -> Any:
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was given to `pack`."""
     return from_json(packed, lambda held: tensors[held[TENSOR]])
-
-
-def unpack_everywhere(engine: Engine, packed: Any, tensors: Mapping[str, Tensor], name: str) -> Any:
-    """Return the value that was given to `pack`, on every rank. Only rank 0 needs `tensors`. A collective."""
-    return engine.broadcast_tensors(packed, lambda place: tensors[place], name)
 
 
 def registered_state(tensors: Mapping[str, Tensor], name: str) -> Any:

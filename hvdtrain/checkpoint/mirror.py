@@ -54,6 +54,13 @@ def identity(directory: Path) -> str | None:
     return None
 
 
+def size_and_time(path: Path) -> tuple[int, int] | None:
+    """Return size and time of change of a file; None if it is not there."""
+    with contextlib.suppress(OSError):
+        return (about := path.stat()).st_size, about.st_mtime_ns
+    return None
+
+
 def reason(error: BaseException) -> str:
     """Return why the place cannot be read or written, in a few words; libraries wrap the cause in long messages."""
     return one_line(str(error))[:300] or type(error).__name__
@@ -285,12 +292,11 @@ class Mirror:
                 self._remote = prepare(flags.output_dir, flags.mirror, flags.resume)
         if is_url(flags.resume):
             flags.resume = "auto"
-        self._copied: set[str] = set()  # checkpoints that are there, and the states of records
+        self._copied: dict[str, tuple[int, int] | None] = {}  # by name: the files that are there, as they were here
         self._failed = False  # a part of a checkpoint may be there
         self._outage_began: float | None = None  # on the monotonic clock
         self._refusal = ""  # why nothing is copied any more
-        self._condition = threading.Condition()
-        self._is_new, self._is_over = True, False
+        self._wake, self._is_over = threading.Event(), False
         self._thread: threading.Thread | None = None
         if self._remote is not None:
             output.listeners.append(self._event)
@@ -301,21 +307,15 @@ class Mirror:
             self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
             self._thread.start()
         if name == "checkpoint":
-            with self._condition:
-                self._copied.discard(str(fields["file"]))
-                self._is_new = True
-                self._condition.notify()
+            self._wake.set()
 
     def _work(self) -> None:
-        complete, last = True, False
-        while not self._refusal and not (complete and last):
-            with self._condition:
-                if complete:
-                    self._condition.wait_for(lambda: self._is_new or self._is_over, RECORD_SECONDS)
-                else:
-                    self._condition.wait(RETRY_SECONDS)
-                self._is_new, last = False, self._is_over
-            complete = self.look()
+        while True:
+            self._wake.clear()
+            last, complete = self._is_over, self.look()
+            if self._refusal or (complete and last):
+                return
+            self._wake.wait(RECORD_SECONDS if complete else RETRY_SECONDS)
 
     def look(self) -> bool:
         """Copy what is new. Return whether all of it is there. Says once that it cannot, and once that it can again."""
@@ -340,15 +340,19 @@ class Mirror:
         assert remote is not None
         remote.require_writer()
         remote.run = identity(self._flags.output_dir)
-        self._copy_record()  # first: a checkpoint without a record would be of an unknown run
-        while new := next((path for path in checkpoint.listed(directory) if path.name not in self._copied), None):
-            self._copied.add(new.name)  # before: it may be written again meanwhile
+        # First: a checkpoint without a record would be of an unknown run.
+        for record in filter(self._is_new, (self._flags.output_dir / METRICS, self._flags.output_dir / SUMMARY)):
+            state, content = size_and_time(record), files.read_bytes(record)
+            remote.put_small(record.name, content[: content.rfind(b"\n") + 1])
+            self._copied[record.name] = state
+        while (new := next(filter(self._is_new, checkpoint.listed(directory)), None)) is not None:
+            state = size_and_time(new)  # before: it may be written again meanwhile
             try:
                 remote.put(new)
+                self._copied[new.name] = state
             except UserError:
                 raise
             except Exception:  # of any library
-                self._copied.discard(new.name)
                 self._failed = True
                 if new.exists():
                     raise  # else it was removed here while it was read
@@ -358,16 +362,8 @@ class Mirror:
             remote.remove(gone)
             self._failed = False
 
-    def _copy_record(self) -> None:
-        assert self._remote is not None
-        for path in (self._flags.output_dir / METRICS, self._flags.output_dir / SUMMARY):
-            if (
-                path.exists()
-                and (state := f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}") not in self._copied
-            ):
-                content = files.read_bytes(path)
-                self._remote.put_small(path.name, content[: content.rfind(b"\n") + 1])
-                self._copied.add(state)
+    def _is_new(self, path: Path) -> bool:
+        return size_and_time(path) != self._copied.get(path.name)
 
     def _warn(self, line: str) -> None:
         lines.warn(line)
@@ -386,9 +382,8 @@ class Mirror:
         if thread is None:
             return
         until = time.monotonic() + self._flags.mirror_timeout
-        with self._condition:
-            self._is_over = True
-            self._condition.notify()
+        self._is_over = True
+        self._wake.set()
         while thread.is_alive() and time.monotonic() < until:
             heartbeat()
             thread.join(min(1.0, max(0.0, until - time.monotonic())))

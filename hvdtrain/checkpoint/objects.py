@@ -300,7 +300,7 @@ class Objects:
             packed = packed_states[name]
             if packed is None:
                 raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
-            state = contents.unpack_everywhere(self._engine, packed, tensors, f"registered.{name}")
+            state = self._engine.broadcast_tensors(packed, lambda place: tensors[place], f"registered.{name}")
             if self._resume.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)
             else:
@@ -314,7 +314,9 @@ class Objects:
         assert self._resume.facts is not None
         if name not in (types := self._resume.facts["registered_types"]):
             raise UserError(f"the checkpoint has no {name!r}: {contents.REGISTER}", everywhere=True)
-        contents.require_type(name, what, types[name])
+        if (here := contents.type_of(what)) != (there := types[name]):
+            message = f"run.register({name}=...): {there} in the checkpoint, {here} now"
+            raise UserError(f"{message}: {contents.REGISTER}", everywhere=True)
 
     def modules(self, objects: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
         """Return the models, or the modules of these registered objects, by unique names."""

@@ -120,19 +120,13 @@ def chosen_for(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[
 def setting_as_json(value: Any) -> Any:
     """Return a setting as JSON; of other objects, the name of the class. Without what depends on the position."""
     if isinstance(value, dict):
-        return {
-            str(key): setting_as_json(item) for key, item in value.items() if key in CONSTANT or is_chosen(str(key))
-        }
+        chosen = {str(k): v for k, v in value.items() if k in CONSTANT or not (k in POSITION or str(k).startswith("_"))}
+        return {key: setting_as_json(item) for key, item in chosen.items()}
     if isinstance(value, (list, tuple)):
         return [setting_as_json(item) for item in value]
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
-
-
-def is_chosen(key: str) -> bool:
-    """Return whether a value of a scheduler's state may be what the program has chosen."""
-    return key not in POSITION and not key.startswith("_")
 
 
 def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]:
@@ -143,12 +137,10 @@ def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]
     elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for number, pair in enumerate(zip(there, here, strict=True)):
             yield from other_choices(*pair, f"{name} {number}")
-    elif not (alike(there, here) or _nearly(there, here)):
-        yield Difference(name, there, here)
-
-
-def _nearly(one: object, other: object) -> bool:
-    return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other, rel_tol=1e-6)
+    else:
+        numbers = isinstance(there, (int, float)) and isinstance(here, (int, float))
+        if not (alike(there, here) or (numbers and math.isclose(there, here, rel_tol=1e-6))):
+            yield Difference(name, there, here)
 
 
 def in_words(unlike: list[Difference]) -> str:
@@ -359,7 +351,10 @@ class Resume:
         """Raise UserError on every rank if the program reads other samples than the run to resume."""
         if self.facts is None or (source.changes and not self.facts["state"]["samples_of_epoch"]):
             return
-        self._require_split(source.split)
+        began, now = self.facts.get("split"), source.split
+        if self._flags.resume == "auto" and None not in (began, now) and began != now:
+            message = "the data set is split otherwise than when the run began, and samples of its test set would be "
+            raise UserError(f"{message}trained on: {SPLIT}", everywhere=True)
         there, here = self.facts["input"]["samples"], source.samples
         if there == here or not self.facts["state"]["step"]:  # stopped in an evaluation before the first step
             return
@@ -368,14 +363,6 @@ class Resume:
             remedy = "give the same, or --weights FILE with another --output-dir"
             raise UserError(f"{message}: {remedy}", everywhere=True)
         self.output.say(f"warning: {message}: continued with those given now")
-
-    def _require_split(self, split: int | None) -> None:
-        """Raise UserError on every rank if the run to resume has trained on another part of its data set. split: of now."""
-        held = (self.facts or {}).get("split")
-        if self._flags.resume == "auto" and None not in (held, split) and held != split:
-            message = "the data set is split otherwise than when the run began, and samples of its test set "
-            message += "would be trained on"
-            raise UserError(f"{message}: {SPLIT}", everywhere=True)
 
     @property
     def per_epoch(self) -> int:

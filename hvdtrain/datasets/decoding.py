@@ -1,18 +1,15 @@
-"""Decodes an image and cuts what is trained on from it, with random numbers that depend on seed, epoch and name alone."""
+"""Decodes an image and cuts what is trained on from it, as torchvision's transforms do, in less time."""
 
 import contextlib
 import functools
 import importlib
 import io
 import math
-import random
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from hvdtrain.inputs.sharding import mixed_seed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,34 +23,60 @@ GAP = 2.25
 # the program `gs` for PostScript; a JPEG 2000 of 829 bytes takes 0.9 GB.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
 DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")  # Pillow's modes of grey images with more than 8 bits
-LARGEST_RATIO = math.log(4 / 3)  # maximum of |log(width / height)|
+AREA, RATIO = [0.08, 1.0], [3 / 4, 4 / 3]  # of a random part: torchvision's defaults (Szegedy et al. 2014)
 
 
 class Prepare:
     """Converts the bytes of an image file to uint8 [3, side, side].
 
-    Training: a random crop of 8 to 100 % of the area, flipped with probability 1/2. The generator is seeded from seed, epoch
-    and name, so the result does not depend on the worker or rank. Test: a center crop of 7/8 of the shorter side.
+    Training: torchvision's RandomResizedCrop and RandomHorizontalFlip, with torch's global generator. Test: a center crop of
+    7/8 of the shorter side.
 
     reduced: decode a JPEG image at 1/2, 1/4 or 1/8 of its size if what is cropped from it is still GAP times `side` pixels.
     """
 
-    def __init__(self, side: int, seed: int = 0, *, train: bool, reduced: bool = False):
-        self.side, self.seed, self.train, self.reduced = side, seed, train, reduced
+    def __init__(self, side: int, *, train: bool, reduced: bool = False):
+        self.side, self.train, self.reduced = side, train, reduced
 
-    def __call__(self, content: bytes, epoch: int, name: str) -> Tensor:
+    def __call__(self, content: bytes) -> Tensor:
         """Return the prepared image. Raises the decoder's exception if `content` is not an image."""
         size = jpeg_size(content) if self.reduced else None
         if not self.train:
-            return middle(decode(content, scale_of(size, min(size), test_side(self.side)) if size else 1), self.side)
-        draw = random.Random(mixed_seed(self.seed, epoch, name))
+            return self._middle(decode(content, scale_of(size, min(size), self._test_side()) if size else 1))
         if size is None:
             image = decode(content)
-            return random_part(image, random_box(image.shape[1], image.shape[2], draw), self.side, draw)
-        top, left, height, width = random_box(*size, draw)
+            return self._part(image, random_box(image.shape[1], image.shape[2]))
+        top, left, height, width = random_box(*size)
         scale = scale_of(size, min(height, width), self.side)
         box = top // scale, left // scale, max(1, height // scale), max(1, width // scale)  # 1: of a very large image
-        return random_part(decode(content, scale), box, self.side, draw)
+        return self._part(decode(content, scale), box)
+
+    def _part(self, image: Tensor, box: tuple[int, int, int, int]) -> Tensor:
+        from torchvision.transforms.v2 import functional
+
+        # Copying the crop to contiguous memory and resizing the copy is faster than resizing the view.
+        part = functional.crop(image, *box).clone()
+        resized: Tensor = functional.resize(part, [self.side, self.side], antialias=True)
+        return functional.horizontal_flip(resized) if torch.rand(()) < 0.5 else resized
+
+    def _middle(self, image: Tensor) -> Tensor:
+        from torchvision.transforms.v2 import functional
+
+        resized = functional.resize(image, [self._test_side()], antialias=True)
+        center: Tensor = functional.center_crop(resized, [self.side, self.side])
+        return center
+
+    def _test_side(self) -> int:
+        """Return the length in pixels to which the shorter side is resized for testing: 256 for 224."""
+        return self.side * 8 // 7
+
+
+def random_box(height: int, width: int) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a random part."""
+    from torchvision.transforms import RandomResizedCrop
+
+    top, left, *size = RandomResizedCrop.get_params(torch.empty(3, height, width, device="meta"), AREA, RATIO)
+    return top, left, size[0], size[1]
 
 
 def scale_of(size: tuple[int, int], length: int, side: int) -> int:
@@ -66,48 +89,6 @@ def scale_of(size: tuple[int, int], length: int, side: int) -> int:
 def least_scale(height: int, width: int) -> int:
     """Return 1, 2, 4 or 8: the least divisor of height and width that leaves at most LARGEST_IMAGE pixels, or 8."""
     return next(s for s in (1, 2, 4, 8) if s == 8 or math.ceil(width / s) * math.ceil(height / s) <= LARGEST_IMAGE)
-
-
-def random_part(image: Tensor, box: tuple[int, int, int, int], side: int, draw: random.Random) -> Tensor:
-    """Return `box` of the image, resized and flipped as by torchvision's RandomResizedCrop and RandomHorizontalFlip.
-
-    torchvision draws from torch's global generator, which dropout also uses in the rank's process.
-    """
-    from torchvision.transforms.v2 import functional
-
-    # Copying the crop to contiguous memory and resizing the copy is faster than resizing the view.
-    part = functional.crop(image, *box).clone()
-    resized: Tensor = functional.resize(part, [side, side], antialias=True)
-    if draw.random() < 0.5:
-        resized = functional.horizontal_flip(resized)
-    return resized
-
-
-def random_box(height: int, width: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """Return top, left, height, width of a random crop: 8 to 100 % of the area, ratio 3:4 to 4:3 (Szegedy et al. 2014)."""
-    for _ in range(10):
-        area = height * width * draw.uniform(0.08, 1.0)
-        ratio = math.exp(draw.uniform(-LARGEST_RATIO, LARGEST_RATIO))
-        h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-        if 0 < h <= height and 0 < w <= width:
-            return draw.randint(0, height - h), draw.randint(0, width - w), h, w
-    # Long and narrow images: the largest center crop with an allowed ratio.
-    h, w = min(height, max(1, round(width * 4 / 3))), min(width, max(1, round(height * 4 / 3)))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
-def middle(image: Tensor, side: int) -> Tensor:
-    """Return the center crop for testing, uint8 [3, side, side]."""
-    from torchvision.transforms.v2 import functional
-
-    resized = functional.resize(image, [test_side(side)], antialias=True)
-    center: Tensor = functional.center_crop(resized, [side, side])
-    return center
-
-
-def test_side(side: int) -> int:
-    """Return the length in pixels to which the shorter side is resized for testing: 256 for 224."""
-    return side * 8 // 7
 
 
 def jpeg_size(content: bytes) -> tuple[int, int] | None:

@@ -1,30 +1,57 @@
-"""Images in folders, `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as for torchvision's ImageFolder.
+"""Images in folders, `train/CLASS/*.jpg` and `val/CLASS/*.jpg`, as for torchvision's ImageFolder: an ordinary data set.
 
 Only rank 0 lists the folders, and sends the list to the other ranks. Listing a million files on every rank at once would
 overload a shared file system, and a single list cannot differ between ranks.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.datasets.corrupt import CorruptSample, why
 from hvdtrain.datasets.decoding import Prepare
-from hvdtrain.engines import files
-from hvdtrain.engines.accelerators import Copies, to_device
+from hvdtrain.engines import files, lines
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.inputs import Batch, Input, Kind
-from hvdtrain.inputs.loading import Loaded, Source, collate, loader
-from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sharding import PlannedBatch, shard
+from hvdtrain.engines.errors import UserError, one_line, why
+from hvdtrain.engines.portable import flattened, unflattened
 
-TEST_BATCH = 64  # images of an evaluation's batch, on a CPU
+UNREADABLE = -100  # the default ignore_index of torch's cross-entropy
+GREY = 118  # of 255: the mean of ImageNet's pixels
+
+
+class Images(Dataset[tuple[Tensor, int]], ABC):
+    """Prepared images, uint8 [3, side, side], a quarter of the size of float32, and their classes.
+
+    In place of one that cannot be read stands a grey one of class UNREADABLE, which has no part in a loss: so batches keep
+    their sizes, and ranks need not tell each other.
+    """
+
+    def __init__(self, prepare: Prepare):
+        self.prepare = prepare
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return an image file and its class. Raises any exception."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return where an image is, for messages."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            content, label = self.read(index)
+            return self.prepare(content), label
+        except Exception as error:  # any exception of a decoder
+            lines.warn_once(one_line(f"skipped: {self.name(index)}: {why(error)}"))
+            return torch.full((3, self.prepare.side, self.prepare.side), GREY, dtype=torch.uint8), UNREADABLE
 
 
 class Listing(NamedTuple):
@@ -40,22 +67,30 @@ class Listing(NamedTuple):
         return bytes(self.names[start : int(self.ends[index])].numpy()).decode(errors="surrogateescape")
 
 
-def open_folder(
-    engine: Engine,
-    data_dir: Path | None,
-    *,
-    side: int,
-    seed: int,
-    workers: int,
-    reduced: bool = False,
-    test_batch: int = TEST_BATCH,
-) -> Source:
-    """Return the training and test sets in `data_dir`. A collective. Raises UserError on every rank.
+class Folder(Images):
+    """The images of one folder."""
 
-    reduced: see Prepare.
-    """
+    def __init__(self, root: Path, listing: Listing, prepare: Prepare):
+        super().__init__(prepare)
+        self.root, self.listing = root, listing
+
+    def __len__(self) -> int:
+        return len(self.listing.labels)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        return files.read_bytes(self.root / self.listing.name(index)), int(self.listing.labels[index])
+
+    def name(self, index: int) -> str:
+        return str(self.root / self.listing.name(index))
+
+
+def open_folders(
+    engine: Engine, data_dir: Path | None, side: int, *, reduced: bool = False
+) -> tuple[Images, Images, int]:
+    """Return the training and test sets in `data_dir`, and the number of classes. A collective. Raises UserError on every
+    rank. reduced: see Prepare."""
+    listed: object = None
     with engine.raising_together("folder"):
-        count, train, test = 0, EMPTY, EMPTY
         if data_dir is None:
             message = "--dataset folder needs --data-dir: the directory that has train/ and val/"
             raise UserError(message, everywhere=True)
@@ -67,46 +102,10 @@ def open_folder(
             names, train = list_folder(data_dir / "train")
             test_names, test = list_folder(data_dir / "val")
             refuse_other_classes(names, test_names)
-            count = len(names)
-    classes = engine.broadcast_object(count, "classes")
-    train = Listing(*(from_rank_zero(engine, part, f"train.{n}") for n, part in train._asdict().items()))
-    test = Listing(*(from_rank_zero(engine, part, f"test.{n}") for n, part in test._asdict().items()))
-
-    def train_batches(plan: Plan) -> Iterable[Loaded]:
-        jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
-        prepare = Prepare(side, seed, train=True, reduced=reduced)
-        return loader(FolderBatches(data_dir / "train", train, prepare), workers, engine.device, jobs)
-
-    def test_batches() -> Iterable[Loaded]:
-        mine = torch.arange(len(test.labels))[shard(len(test.labels), engine.rank, engine.size)]
-        jobs = [(0, some.tolist()) for some in mine.split(test_batch) if len(some)]
-        prepare = Prepare(side, train=False, reduced=reduced)
-        return loader(FolderBatches(data_dir / "val", test, prepare), workers, engine.device, jobs)
-
-    counts = f"{len(train.labels):,} and {len(test.labels):,} images of {classes:,} classes"
-    return Source("folder", f"{data_dir}: {counts}", classes, len(train.labels), train_batches, test_batches)
-
-
-class FolderBatches(Dataset[Loaded]):
-    """A data set that maps (epoch, indices) to the batch of those images."""
-
-    def __init__(self, root: Path, listing: Listing, prepare: Prepare):
-        self.root, self.listing, self.prepare = root, listing, prepare
-
-    def __getitem__(self, job: tuple[int, list[int]]) -> Loaded:
-        epoch, indices = job
-        samples, corrupt = [], []
-        for index in indices:
-            name = self.listing.name(index)
-            try:
-                image = self.prepare(files.read_bytes(self.root / name), epoch, name)
-                samples.append((image, int(self.listing.labels[index]), index))
-            except Exception as error:  # any exception of a decoder
-                corrupt.append(CorruptSample(str(self.root / name), why(error)))
-        return collate(samples, corrupt, self.prepare.side)
-
-
-EMPTY = Listing(torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+            listed = [len(names), *train, *test]
+    classes, *parts = unflattened(*engine.broadcast_packed(*flattened(listed), "folder"))
+    training = Folder(data_dir / "train", Listing(*parts[:3]), Prepare(side, train=True, reduced=reduced))
+    return training, Folder(data_dir / "val", Listing(*parts[3:]), Prepare(side, train=False, reduced=reduced)), classes
 
 
 def list_folder(root: Path) -> tuple[list[str], Listing]:
@@ -157,82 +156,3 @@ def refuse_other_classes(train: list[str], test: list[str]) -> None:
             raise UserError(
                 f"--data-dir: train/ has {len(train)} classes, val/ has {len(test)}: {only[0]!r}{more} is only in {where}/"
             )
-
-
-def from_rank_zero(engine: Engine, tensor: Tensor, name: str) -> Tensor:
-    """Return rank 0's one-dimensional `tensor` on every rank. The other ranks pass a tensor of its dtype and any length."""
-    length = engine.broadcast_object(len(tensor), f"{name}.length")
-    if engine.rank != 0:
-        tensor = torch.zeros(length, dtype=tensor.dtype)
-    engine.broadcast_(tensor, name)
-    return tensor
-
-
-def open_synthetic(
-    engine: Engine, side: int, batch_size: int, classes: int, train_count: int, test_count: int
-) -> Source:
-    """Return a source whose batches all consist of the same `batch_size` random images, different on each process.
-
-    Where ranks take turns, all have the same, as these may not depend on the number of processes.
-    """
-    generator = torch.Generator().manual_seed(0 if engine.takes_turns else engine.rank)
-    images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=generator).to(
-        engine.device
-    )
-    labels = torch.randint(0, classes, (batch_size,), generator=generator).to(engine.device)
-
-    def some(count: int, indices: range = range(0)) -> Loaded:
-        return Loaded(images[:count], labels[:count], count, [], list(indices))
-
-    def train(plan: Plan) -> Iterator[Loaded]:
-        return (some(len(batch.indices)) for _, batch in plan)
-
-    def test() -> Iterator[Loaded]:
-        mine = range(test_count)[shard(test_count, engine.rank, engine.size)]
-        parts = (mine[start : start + batch_size] for start in range(0, len(mine), batch_size))
-        return (some(len(part), part) for part in parts)
-
-    reason = f"synthetic: {batch_size} random images per rank, repeated, {train_count:,} per epoch"
-    return Source("synthetic", reason, classes, train_count, train, test)
-
-
-class Images(Input):
-    """hvdtrain's image folders and shards, which skip unreadable samples."""
-
-    def __init__(self, engine: Engine, source: Source, seed: int, batch_size: int, output: Any):
-        self._engine, self._source, self._output, self._copies = engine, source, output, Copies(engine.device)
-        self.samples = source.train_count
-        self.per_epoch = min(source.per_epoch or self.samples, self.samples)
-        self._batches: Iterator[Loaded] | None = None
-
-    def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
-        if self._batches is None:  # all epochs: the images do not change, and are read across the end of an epoch
-            self._batches = iter(self._source.train(self._plan))
-
-    def load(self, planned: PlannedBatch) -> Batch:
-        assert self._batches is not None
-        loaded = next(self._batches)
-        self._source.corrupt.note(loaded.corrupt)
-        # Unreadable samples contribute nothing; the other samples keep their weight.
-        count = min(planned.local_count, loaded.samples)
-        weight = planned.weight * count / max(planned.local_count, 1)
-        return Batch(self._copies.to_device((loaded.images, loaded.labels)), planned.indices, count, weight)
-
-    def settle(self) -> dict[str, object]:
-        self._source.corrupt.settle(self._engine, self._output)
-        return self.summary()
-
-    def summary(self) -> dict[str, object]:
-        return {"corrupt": self._source.corrupt.total()}
-
-
-def evaluated_images(engine: Engine, source: Source, seed: int) -> Iterator[Batch]:
-    """Yield this rank's batches of the test set."""
-    for loaded in source.test():
-        source.corrupt.note(loaded.corrupt)
-        if loaded.samples:
-            data = to_device((loaded.images, loaded.labels), engine.device)
-            yield Batch(data, torch.tensor(loaded.indices, dtype=torch.int64), loaded.samples)
-
-
-IMAGES = Kind(lambda data: isinstance(data, Source), Images, evaluated_images)

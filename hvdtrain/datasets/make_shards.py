@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.datasets.images import list_folder, refuse_other_classes
-from hvdtrain.datasets.shard_index import obtain
+from hvdtrain.datasets.shards import obtain
 from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.flags import Flags

@@ -19,16 +19,16 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hvdtrain.datasets import cache
-from hvdtrain.datasets.corrupt import why
 from hvdtrain.engines import atomic, files
-from hvdtrain.engines.errors import UserError, one_line
+from hvdtrain.engines.errors import UserError, one_line, why
 
 NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 SIDE = 28  # pixels
@@ -57,18 +57,13 @@ class File:
         return 16 if "images" in self.name else 8
 
     @property
-    def size(self) -> int:
-        """Size of the uncompressed file in bytes."""
-        return self.header + prod(self.shape)
-
-    @property
     def most_bytes(self) -> int:
         """Size of the file in bytes, compressed or not, at most: gzip adds little to what cannot be compressed."""
-        return self.size + self.size // 100 + 4096
+        size = self.header + prod(self.shape)
+        return size + size // 100 + 4096
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """A published dataset."""
 
     name: str
@@ -105,8 +100,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Dataset:
+class Dataset(NamedTuple):
     """A complete dataset."""
 
     name: str  # "mnist", "fashion-mnist" or "digits", never "auto"
@@ -167,68 +161,59 @@ def _named_directory(data_dir: str | os.PathLike[str]) -> Path:
 
 def _load(published: Published, root: Path | None, may_download: bool, say: Callable[[str], None]) -> Dataset:
     """Return the dataset. Raises NotThere, and UserError for a damaged file."""
-    shared = cache.directory(published.name)
+    shared = files.cache_directory(published.name)
     given = Path("data") if root is None else root
     places = [given, given / published.folder / "raw"]  # torchvision's
     target = places[1] if root is not None else shared
     if root is None and shared is not None:
         places.append(shared)
     found = _find(published, places)
-    if None in found:
-        missing = [file for file, path in zip(published.files, found, strict=True) if path is None]
+    if missing := [file for file in published.files if file not in found]:
         lacks = f"no {published.title} in {'./data or the cache' if root is None else root}"
-        if any(found):
+        if found:
             names = ", ".join(file.name for file in missing)
             lacks = f"{given} lacks {names} (plain or .gz, there or in {published.folder}/raw)"
         if not may_download:
             raise NotThere(f"{lacks}, and downloads are off")
-        _fetch(published, missing, target, lacks, say)
+        if target is None:
+            remedy = "XDG_CACHE_HOME can name one that is writable"
+            raise NotThere(f"{lacks}, and there is no directory to download to ({remedy})")
+        say(f"{lacks}: downloading it to {target}, one process per host")
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            atomic.remove_partial(target, atomic.STALE_SECONDS)
+            _download(published, missing, target)
+        except OSError as error:
+            raise NotThere(f"{lacks}, and {target} cannot be written ({why(error)})") from None
+        except NotThere as error:
+            raise NotThere(f"{lacks}, and the download failed ({error})") from None
         found = _find(published, places)
-    paths = [path for path in found if path is not None]
-    if len(paths) < len(found):
-        raise NotThere(f"files in {target} were removed right after they were downloaded")
-    bodies = _verified(published, paths)
-    reason = f"{published.title} from {', '.join(dict.fromkeys(str(path.parent) for path in paths))} (content verified)"
+        if len(found) < len(published.files):
+            raise NotThere(f"files in {target} were removed right after they were downloaded")
+    bodies = [_read(published, file, found[file]) for file in published.files]
+    where = ", ".join(dict.fromkeys(str(found[file].parent) for file in published.files))
+    reason = f"{published.title} from {where} (content verified)"
     return Dataset(published.name, reason, bodies[0], bodies[1].long(), bodies[2], bodies[3].long())
 
 
-def _fetch(
-    published: Published, missing: Sequence[File], target: Path | None, lacks: str, say: Callable[[str], None]
-) -> None:
-    """Download files to `target`, where there is one. lacks: what is missing, in words. Raises NotThere."""
-    if target is None:
-        remedy = "XDG_CACHE_HOME can name one that is writable"
-        raise NotThere(f"{lacks}, and there is no directory to download to ({remedy})")
-    say(f"{lacks}: downloading it to {target}, one process per host")
+def _find(published: Published, places: Sequence[Path]) -> dict[File, Path]:
+    """Return the paths of the files that are there. Uncompressed files are preferred. Only regular files are considered."""
+    found = {}
+    for file, place, form in product(published.files, places, ("", ".gz")):
+        path = place / (file.name + form)
+        if file not in found and os.path.isfile(path):  # noqa: PTH113 (Path's own raises where a parent may not be read)
+            found[file] = path
+    return found
+
+
+def _read(published: Published, file: File, path: Path) -> Tensor:
+    """Return the images or labels of a file, uint8. Raises UserError for a file that is not the published one."""
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        atomic.remove_partial(target, cache.STALE_SECONDS)
-        _download(published, missing, target)
-    except OSError as error:
-        raise NotThere(f"{lacks}, and {target} cannot be written ({why(error)})") from None
-    except NotThere as error:
-        raise NotThere(f"{lacks}, and the download failed ({error})") from None
-
-
-def _find(published: Published, places: Sequence[Path]) -> list[Path | None]:
-    """Return the path of each file, or None. Uncompressed files are preferred. Only regular files are considered."""
-    forms = [(place, form) for place in places for form in ("", ".gz")]
-    paths = ([place / (file.name + form) for place, form in forms] for file in published.files)
-    # Path's own raises where a parent directory may not be read.
-    return [next(filter(os.path.isfile, candidates), None) for candidates in paths]
-
-
-def _verified(published: Published, paths: Sequence[Path]) -> list[Tensor]:
-    """Return the images and labels of the files, uint8. Raises UserError for a file that is not the published one."""
-    bodies = []
-    for file, path in zip(published.files, paths, strict=True):
-        try:
-            with files.opened(path) as stream:
-                content = bytearray(unpacked(published, file, stream.read(file.most_bytes)))
-        except UNSOUND as error:
-            raise UserError(f"{path} cannot be used ({why(error)}): check it, replace it, or remove it") from None
-        bodies.append(torch.frombuffer(content, dtype=torch.uint8, offset=file.header).view(file.shape))
-    return bodies
+        with files.opened(path) as stream:
+            content = bytearray(unpacked(published, file, stream.read(file.most_bytes)))
+    except UNSOUND as error:
+        raise UserError(f"{path} cannot be used ({why(error)}): check it, replace it, or remove it") from None
+    return torch.frombuffer(content, dtype=torch.uint8, offset=file.header).view(file.shape)
 
 
 def unpacked(published: Published, file: File, packed: bytes) -> bytes:
@@ -236,15 +221,15 @@ def unpacked(published: Published, file: File, packed: bytes) -> bytes:
 
     At most one byte more than the published size is unpacked.
     """
-    content = packed
+    content, size = packed, file.header + prod(file.shape)
     if packed.startswith(b"\x1f\x8b"):
         with gzip.open(io.BytesIO(packed)) as stream:
-            content = stream.read(file.size + 1)
+            content = stream.read(size + 1)
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != file.sha256:
         known = {each.sha256: f"{one.title}'s {each.name}" for one in PUBLISHED.values() for each in one.files}
-        size = f"{len(content):,}" if len(content) <= file.size else "more"
-        found = known.get(sha256, f"{size} bytes, of {file.size:,}, with sha256 {sha256[:12]}...")
+        has = f"{len(content):,}" if len(content) <= size else "more"
+        found = known.get(sha256, f"{has} bytes, of {size:,}, with sha256 {sha256[:12]}...")
         raise ValueError(f"not {published.title}'s {file.name} but {found}")
     return content
 
@@ -258,15 +243,13 @@ def _download(published: Published, missing: Sequence[File], target: Path) -> No
     deadline, left, problems = time.monotonic() + TOTAL_SECONDS, list(missing), []
     for mirror in published.mirrors:
         while left:
-            file = left[0]
             try:
-                packed = get(f"{mirror}{file.name}.gz", file.most_bytes, deadline)
-                unpacked(published, file, packed)
+                packed = get(f"{mirror}{left[0].name}.gz", left[0].most_bytes, deadline)
+                unpacked(published, left[0], packed)
             except (HTTPException, *UNSOUND) as error:  # HTTPException: a damaged chunk
                 problems.append(f"{urlsplit(mirror).netloc}: {one_line(error)}")
                 break
-            atomic.write(target / f"{file.name}.gz", packed)
-            del left[0]
+            atomic.write(target / f"{left.pop(0).name}.gz", packed)
     if left:
         raise NotThere("; ".join(problems))
 
@@ -296,7 +279,7 @@ def get(url: str, limit: int, deadline: float) -> bytes:
     threading.Thread(target=transfer, daemon=True, name="download").start()
     body = bytearray()
     try:
-        while True:
+        while len(body) <= limit:
             left = deadline - time.monotonic()
             part = parts.get(timeout=max(0.0, min(left, SILENCE_SECONDS)))
             if isinstance(part, Exception):
@@ -304,14 +287,13 @@ def get(url: str, limit: int, deadline: float) -> bytes:
             if not part:
                 return bytes(body)
             body += part
-            if len(body) > limit:
-                raise ValueError(f"sent more than the {limit:,} bytes that are possible")
     except queue.Empty:
         if left < SILENCE_SECONDS:
             raise TimeoutError(f"not done after {TOTAL_SECONDS:.0f} seconds in total") from None
         raise TimeoutError(f"no answer in {SILENCE_SECONDS:.2g} seconds") from None
     finally:
         over.set()
+    raise ValueError(f"sent more than the {limit:,} bytes that are possible")
 
 
 # The embedded digits: 1,797 scans from the UCI repository, for use without a network. Source, citation and licence (CC BY

@@ -1,89 +1,182 @@
-"""Images in tar files ("shards"), which are faster to read from network file systems than millions of small files.
+"""Images in tar files ("shards"), which are faster to read from network file systems than millions of small files: an
+ordinary data set, whose order does not depend on the number of ranks and workers.
 
 A sample consists of two consecutive members of the tar file: NAME.jpg (or .png, ...) and NAME.cls, the class as a number.
-
-They are indexed (shard_index.py), numbered across all files, and read at their positions, in the order of any other data:
-it does not depend on the number of ranks and workers, and a run resumes at the exact sample.
+Each tar file is read once from beginning to end, and an index of it stored beside it, as FILE.tar.index: a line of JSON,
+then a table with offset, size and CRC-32 of each sample's image, and its class. It is valid for one size and modification
+time. webdataset's `wids` has no offsets: its reader parses all headers of a shard whenever a process opens it.
 """
 
+import codecs
 import contextlib
 import functools
+import hashlib
+import itertools
 import json
 import os
-import time
+import re
+import tarfile
 import zlib
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import glob
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from hvdtrain.datasets.corrupt import CorruptSample, why
 from hvdtrain.datasets.decoding import Prepare
-from hvdtrain.datasets.images import TEST_BATCH
-from hvdtrain.datasets.shard_index import IMAGE_TYPES, LABEL, OFFSET, ShardIndex, key_at, obtain
-from hvdtrain.engines import files, lines
+from hvdtrain.datasets.images import Images
+from hvdtrain.engines import atomic, files
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.loading import Loaded, Source, collate, loader
-from hvdtrain.inputs.plan import Plan
+from hvdtrain.engines.errors import UserError, why
 
-Kind = TypeVar("Kind", dict[str, Any], list[Any])  # of a JSON file's content
-
-SPLITS = ("train", "val")
 IMAGENET_CLASSES = 1000
 OPEN_FILES = 128  # per worker; the usual limit of a process is 1,024
 LARGEST_FILE = 2**28  # bytes; a larger file is not an image
-LONGEST_ROUND = 30.0  # maximum seconds of indexing between two collectives, so that no rank appears to hang
+INDEX_SECONDS = 3600.0  # for a single shard
+REMAKE = "create it again, or remove it"
+# ---- of an index
+FORMAT = 4
+BLOCK = 512  # bytes: the unit of tar files
+LONGEST_LINE = 4096  # bytes
+CHUNK = 2**20  # bytes read at a time
+ROW_BYTES = 4 * 8
+NO_IMAGE = NO_CLASS = -1  # as size and as class
+EMPTY = torch.zeros(0, 4, dtype=torch.int64)
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
+# Key and type, as webdataset has them: up to the first dot, and after.
+MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+# Magic bytes of gzip, bzip2, xz, zstandard
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+
+
+class ShardIndex(NamedTuple):
+    """The index of one shard."""
+
+    size: int  # bytes of the tar file
+    mtime_ns: int
+    problem: str | None  # why not every sample of the file is in the table
+    table: Tensor  # int64 [n, 4]: offset, size, class, CRC-32
+
+    def digest(self) -> str:
+        """Return a hash of the content. It does not depend on the file's location or modification time."""
+        content = f"{self.size} {self.problem is None} ".encode() + self.table.numpy().tobytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def header(self) -> dict[str, object]:
+        """Return the first line of the index file, as JSON."""
+        facts = dict(size=self.size, mtime_ns=self.mtime_ns, problem=self.problem)
+        return dict(format=FORMAT, **facts, digest=self.digest())
+
+
+# ---- the data set
+
+
+class Shards(Images):
+    """The images of tar files, numbered across all of them."""
+
+    def __init__(self, paths: list[str], indexes: Sequence[ShardIndex], prepare: Prepare, classes: int):
+        super().__init__(prepare)
+        self.paths, self.classes = paths, classes
+        self.table = torch.cat([EMPTY, *(index.table for index in indexes)])
+        self._ends = torch.tensor([len(index.table) for index in indexes]).cumsum(0)
+        self._open: Callable[[int], OpenFile] | None = None  # in the process that reads
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        offset, size, label, crc = self.table[index].tolist()
+        if label < 0:
+            raise ValueError("no class (.cls) next to it")
+        if label >= self.classes:
+            raise ValueError(f"class {label} of {self.classes}: see --classes")
+        if size < 0:
+            raise ValueError(f"no image in it ({', '.join(IMAGE_TYPES)})")
+        if size > LARGEST_FILE:
+            raise ValueError(f"{size:,} bytes are not an image")
+        if self._open is None:
+            paths = self.paths  # not self: files are closed with the last reference to the data set
+            self._open = functools.lru_cache(OPEN_FILES)(lambda shard: OpenFile(paths[shard]))
+        content = os.pread(self._open(self._shard_of(index)).fd, size, offset)
+        if len(content) != size or zlib.crc32(content) != crc:
+            raise ValueError("has changed since it was indexed")
+        return content, label
+
+    def _shard_of(self, index: int) -> int:
+        return int(torch.searchsorted(self._ends, index, right=True))
+
+    def name(self, index: int) -> str:
+        shard = self._shard_of(index)
+        return f"{self.paths[shard]}: sample {index - (int(self._ends[shard - 1]) if shard else 0)}"
+
+
+class OpenFile:
+    """A file that is closed when the last reference to it is dropped."""
+
+    fd = -1
+
+    def __init__(self, path: str):
+        self.fd = files.open_regular(path)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Opened(NamedTuple):
+    """A training and a test set in shards."""
+
+    train: Shards
+    test: Shards
+    classes: int
+    facts: dict[str, object]  # what identifies the training samples, as JSON
+    damaged: list[tuple[str, int]]  # of shards that have lost samples: name and why, and how many
 
 
 def open_shards(
     engine: Engine,
     data_dir: Path | None,
     patterns: tuple[str | None, str | None],
-    *,
     side: int,
-    seed: int,
-    workers: int,
+    *,
     classes: int | None,
     reduced: bool = False,
-    test_batch: int = TEST_BATCH,
-) -> Source:
+) -> Opened:
     """Return the training and test sets in the shards of `patterns`, or in `data_dir`. A collective.
 
     classes: number of classes; None: from classes.json. reduced: see Prepare. Raises UserError on every rank.
     """
-    found: list[object] = []
+    found: object = None
     with engine.raising_together("shards"):
         if engine.rank == 0:
-            train_names, test_names = (find(*split, data_dir) for split in zip(SPLITS, patterns, strict=True))
-            found = [train_names, test_names, choose_classes(train_names + test_names, classes)]
-            found += map(expected_samples, (train_names, test_names))
-    train_names, test_names, classes, *expected = engine.broadcast_object(found, "shards")
-    train, facts = open_indexed(engine, train_names, expected[0])
-    test, _ = open_indexed(engine, test_names, expected[1])
-    total = len(train.table)
-    if not total:
-        raise UserError(f"{train_names[0]}: no samples in it: are these tar files?", everywhere=True)
-
-    def train_batches(plan: Plan) -> Iterable[Loaded]:
-        jobs = ((epoch, batch.indices.tolist()) for epoch, batch in plan)
-        prepare = Prepare(side, seed, train=True, reduced=reduced)
-        return loader(ShardBatches(train, prepare, classes), workers, engine.device, jobs)
-
-    def test_batches() -> Iterable[Loaded]:
-        mine = torch.arange(len(test.table)).tensor_split(engine.size)[engine.rank]  # consecutive samples
-        jobs = [(0, some.tolist()) for some in mine.split(test_batch) if len(some)]
-        prepare = Prepare(side, train=False, reduced=reduced)
-        return loader(ShardBatches(test, prepare, classes), workers, engine.device, jobs)
-
-    what = f"{len(train_names)} and {len(test_names)} shards, such as {train_names[0]}"
-    reason = f"{what}: {total:,} images an epoch, {classes:,} classes"
-    damaged = [*train.damaged, *test.damaged]
-    return Source("shards", reason, classes, total, train_batches, test_batches, damaged=damaged, facts=facts)
+            train_names, test_names = find("train", patterns[0], data_dir), find("val", patterns[1], data_dir)
+            names = train_names + test_names
+            found = [names, len(train_names), choose_classes(names, classes), expected_samples(names)]
+    names, count, classes, expected = engine.broadcast_object(found, "shards")
+    indexes = indexed(engine, names)
+    damaged = []
+    for name, index, stated in zip(names, indexes, expected, strict=True):
+        samples = len(index.table)
+        if stated is not None and samples > stated:  # it may have lost samples, but not gained any
+            message = f"sizes.json gives {name} {stated} samples, and it has {samples:,}"
+            raise UserError(f"{message}: {REMAKE}", everywhere=True)
+        if index.problem is not None or samples < (stated or 0):
+            lost = max(1, (stated or 0) - samples)
+            damaged.append((f"{name}: {index.problem or f'{samples} samples of {stated}'}", lost))
+    common = os.path.commonpath([os.path.dirname(name) for name in names[:count]])  # noqa: PTH120
+    facts: dict[str, object] = {"shards": count}
+    for name, index in zip(names[:count], indexes, strict=False):
+        # By its path below the common directory, so that it does not matter where that is.
+        identity = f"{len(index.table)} samples in {index.size} bytes ({index.digest()[:16]})"
+        facts[os.path.relpath(name, common)] = identity
+    train = Shards(names[:count], indexes[:count], Prepare(side, train=True, reduced=reduced), classes)
+    if not len(train):
+        raise UserError(f"{names[0]}: no samples in it: are these tar files?", everywhere=True)
+    test = Shards(names[count:], indexes[count:], Prepare(side, train=False, reduced=reduced), classes)
+    return Opened(train, test, classes, facts, damaged)
 
 
 def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
@@ -105,8 +198,7 @@ def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
         raise UserError(f"--data-dir: {data_dir} {problem}: name the directory of the shards, or use {flag}")
     names = [str(path.absolute()) for path in found]
     for directory, sizes in json_next_to(names, "sizes.json", dict).items():
-        gone = sorted(sizes.keys() - {path.name for path in directory.iterdir()})
-        if gone:
+        if gone := sorted(sizes.keys() - {path.name for path in directory.iterdir()}):
             more = f" and {len(gone) - 1:,} more" if len(gone) > 1 else ""
             message = f"{directory}/sizes.json names {gone[0][:80]!r}{more}, which does not exist"
             raise UserError(f"{message}: restore it, or create sizes.json again, or remove it")
@@ -119,7 +211,7 @@ def choose_classes(names: list[str], asked: int | None) -> int:
     listed = json_next_to(names, "classes.json", list)
     for directory, theirs in listed.items():
         if not theirs:
-            raise UserError(f"{directory}/classes.json lists no classes: create it again, or remove it")
+            raise UserError(f"{directory}/classes.json lists no classes: {REMAKE}")
         first = next(iter(listed))
         if theirs != listed[first]:
             raise UserError(
@@ -138,181 +230,196 @@ def expected_samples(names: list[str]) -> list[int | None]:
     for name, samples in zip(names, found, strict=True):
         if samples is not None and not isinstance(samples, int):
             message = f"{Path(name).parent}/sizes.json gives {Path(name).name} {str(samples)[:40]!r} samples"
-            raise UserError(f"{message}: create it again, or remove it")
+            raise UserError(f"{message}: {REMAKE}")
     return found
 
 
-def json_next_to(names: list[str], file: str, kind: type[Kind]) -> dict[Path, Kind]:
+def json_next_to(names: list[str], file: str, kind: type) -> dict[Path, Any]:
     """Return the content of the JSON files named `file` next to the shards, by directory. Raises UserError."""
-    directories = sorted({Path(name).parent for name in names})
-    return {each: read_json(each / file, kind) for each in directories if (each / file).exists()}
-
-
-def read_json(path: Path, kind: type[Kind]) -> Kind:
-    """Return the content of a JSON file, an object of type `kind`. Raises UserError."""
-    try:
-        value = json.loads(files.read_bytes(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({why(error)}): create it again, or remove it") from error
-    if not isinstance(value, kind):
-        raise UserError(f"{path} does not contain a {kind.__name__}: create it again, or remove it")
-    return value
-
-
-class Shards(NamedTuple):
-    """Tar files on this host and the index of their samples, which are numbered across all files."""
-
-    paths: list[str]
-    sizes: Tensor  # int64 [k]: number of samples in each file
-    table: Tensor  # int64 [n, 4]: the concatenated indexes
-    damaged: list[CorruptSample]  # shards that could not be read to the end
-
-
-class ShardBatches(Dataset[Loaded]):
-    """A data set that maps (epoch, indices) to the batch of those images."""
-
-    def __init__(self, shards: Shards, prepare: Prepare, classes: int):
-        self.shards, self.prepare, self.classes = shards, prepare, classes
-        self._ends = shards.sizes.cumsum(0)
-        self._open: Callable[[int], OpenFile] | None = None  # in the process that reads
-
-    def __getitem__(self, job: tuple[int, list[int]]) -> Loaded:
-        epoch, indices = job
-        samples, corrupt = [], []
-        for index in indices:
+    content = {}
+    for directory in sorted({Path(name).parent for name in names}):
+        if (path := directory / file).exists():
             try:
-                label = self.label(index)
-                samples.append((self.prepare(self.content(index), epoch, str(index)), label, index))
-            except Exception as error:  # any exception of a decoder
-                corrupt.append(CorruptSample(self.name(index), why(error)))
-        return collate(samples, corrupt, self.prepare.side)
-
-    def label(self, index: int) -> int:
-        """Return the class of a sample. Raises ValueError if there is no such class."""
-        label = int(self.shards.table[index, LABEL])
-        if label < 0:
-            raise ValueError("no class (.cls) next to it")
-        if label >= self.classes:
-            raise ValueError(f"class {label} of {self.classes}: see --classes")
-        return label
-
-    def content(self, index: int) -> bytes:
-        """Return a sample's image file. Raises OSError, ValueError."""
-        offset, size, _, crc = self.shards.table[index].tolist()
-        if size < 0:
-            raise ValueError(f"no image in it ({', '.join(IMAGE_TYPES)})")
-        if size > LARGEST_FILE:
-            raise ValueError(f"{size:,} bytes are not an image")
-        content = os.pread(self.opened(index).fd, size, offset)
-        if len(content) != size or zlib.crc32(content) != crc:
-            raise ValueError("has changed since it was indexed")
-        return content
-
-    def opened(self, index: int) -> "OpenFile":
-        """Return the shard of a sample. Raises OSError."""
-        if self._open is None:
-            paths = self.shards.paths  # not self: files are closed with the last reference to the data set
-            self._open = functools.lru_cache(OPEN_FILES)(lambda shard: OpenFile(paths[shard]))
-        return self._open(self.shard_of(index))
-
-    def shard_of(self, index: int) -> int:
-        """Return the number of the shard of a sample."""
-        return int(torch.searchsorted(self._ends, index, right=True))
-
-    def name(self, index: int) -> str:
-        """Return the name of a sample for messages: its file and key."""
-        shard, key = self.shard_of(index), None
-        with contextlib.suppress(OSError):
-            key = key_at(self.opened(index).fd, int(self.shards.table[index, OFFSET]))
-        number = index - int(self._ends[shard] - self.shards.sizes[shard])
-        return f"{self.shards.paths[shard]}: {key or f'sample {number}'}"
+                content[directory] = json.loads(files.read_bytes(path))
+            except (OSError, ValueError, RecursionError) as error:
+                raise UserError(f"{path} cannot be read ({why(error)}): {REMAKE}") from error
+            if not isinstance(content[directory], kind):
+                raise UserError(f"{path} does not contain a {kind.__name__}: {REMAKE}")
+    return content
 
 
-class OpenFile:
-    """A file that is closed when the last reference to it is dropped."""
-
-    fd = -1
-
-    def __init__(self, path: str):
-        self.fd = files.open_regular(path)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+# ---- indexes: the ranks share the work, and have all of them afterwards
 
 
-class Indexed(NamedTuple):
-    """What all ranks know of one shard, besides its table."""
-
-    number: int  # in the list of all shards
-    samples: int
-    size: int  # bytes
-    problem: str | None
-    digest: str
-
-
-def open_indexed(engine: Engine, names: list[str], expected: list[int | None]) -> tuple[Shards, dict[str, object]]:
-    """Return indexed shards and the facts that identify them. The ranks share the work of indexing. A collective.
-
-    expected: the number of samples of each shard, where it is known. Raises UserError on every rank.
-    """
-    mine, made = index_share(engine.processes, names)
-    shards, tables, made_in_all = gather(engine.processes, mine, made)
-    damaged, identity = [], {}
-    for shard, short in zip(shards, short_names(names), strict=True):
-        name, wanted = names[shard.number], expected[shard.number]
-        stated = shard.samples if wanted is None else wanted
-        if shard.samples > stated:  # it may have lost samples, but not gained any
-            given = f"sizes.json gives {name} {stated} samples, and it has {shard.samples:,}"
-            raise UserError(f"{given}: create it again, or remove it", everywhere=True)
-        if shard.problem is not None or shard.samples < stated:
-            why_not = shard.problem or f"{shard.samples} samples of {stated}"
-            damaged.append(CorruptSample(name, why_not, lost=max(1, stated - shard.samples)))
-        identity[short] = f"{shard.samples} samples in {shard.size} bytes ({shard.digest[:16]})"
-    if engine.rank == 0 and made_in_all:
-        engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
-    sizes = torch.tensor([len(table) for table in tables], dtype=torch.int64)
-    return Shards(names, sizes, torch.cat(tables), damaged), {"shards": len(names), **identity}
-
-
-def index_share(engine: Engine, names: list[str]) -> tuple[dict[int, ShardIndex], int]:
-    """Return the indexes of this rank's share of the shards, by number, and how many were created now.
-
-    A collective in rounds, so that no rank appears to hang. Raises UserError on every rank.
-    """
-    mine: dict[int, ShardIndex] = {}
-    made, waiting, seconds = 0, list(range(len(names)))[engine.rank :: engine.size], 2.0
-    while True:
-        with engine.raising_together("index"):
-            until = time.monotonic() + seconds
-            while waiting and time.monotonic() < until:
-                number = waiting.pop(0)
-                mine[number], new = obtain(Path(names[number]))
-                made += new
-        left = int(engine.sum(torch.tensor([len(waiting)]), "index.left").item())
-        if left == 0:
-            return mine, made
-        if engine.rank == 0:
-            lines.say(f"indexing shards, once: {left:,} of {len(names):,} to go")
-        seconds = min(2 * seconds, LONGEST_ROUND)
-
-
-def gather(engine: Engine, mine: dict[int, ShardIndex], made: int) -> tuple[list[Indexed], list[Tensor], int]:
-    """Return what all ranks have indexed, in the order of the shards, the tables, and the sum of `made`. A collective."""
-    rows = torch.cat([index.table for index in mine.values()]) if mine else torch.zeros(0, 4, dtype=torch.int64)
-    facts = [Indexed(n, len(each.table), each.size, each.problem, each.digest()) for n, each in mine.items()]
-    gathered = engine.all_gather_object([facts, made], "index.facts")
-    shards = [[Indexed(*each) for each in theirs] for theirs, _ in gathered]
-    lengths = [sum(each.samples for each in theirs) for theirs in shards]
+def indexed(engine: Engine, names: list[str]) -> list[ShardIndex]:
+    """Return the index of each shard. A collective. Raises UserError on every rank."""
+    engine = engine.processes
+    own, made = list[ShardIndex](), 0
+    with engine.raising_together("index"), engine.activity.during("indexing shards", INDEX_SECONDS):
+        for name in names[engine.rank :: engine.size]:
+            index, new = obtain(Path(name))
+            own, made = [*own, index], made + new
+            engine.activity.heartbeat()
+    gathered = engine.all_gather_object([made, [[*index[:3], len(index.table)] for index in own]], "index.facts")
+    lengths = [sum(samples for *_, samples in theirs) for _, theirs in gathered]
+    rows = torch.cat([EMPTY, *(index.table for index in own)])
     parts = engine.all_gather_rows(rows, lengths, "index.table") if any(lengths) else [rows] * engine.size
-    tables: dict[Indexed, Tensor] = {}
-    for theirs, part in zip(shards, parts, strict=True):
-        tables |= zip(theirs, part.split([each.samples for each in theirs]), strict=True)
-    in_order = sorted(tables, key=lambda each: each.number)
-    return in_order, [tables[each] for each in in_order], sum(made for _, made in gathered)
+    indexes: dict[int, ShardIndex] = {}
+    for rank, (part, (_, theirs)) in enumerate(zip(parts, gathered, strict=True)):
+        tables = part.split([samples for *_, samples in theirs])
+        for place, ((size, mtime_ns, problem, _), table) in enumerate(zip(theirs, tables, strict=True)):
+            indexes[rank + place * engine.size] = ShardIndex(size, mtime_ns, problem, table)
+    if made_in_all := sum(made for made, _ in gathered) if engine.rank == 0 else 0:
+        engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
+    return [indexes[number] for number in range(len(names))]
 
 
-def short_names(names: list[str]) -> list[str]:
-    """Return the paths of files relative to their common directory, so that they do not depend on its location."""
-    common = os.path.commonpath([os.path.dirname(name) for name in names])  # noqa: PTH120
-    return [os.path.relpath(name, common) for name in names]
+def obtain(path: Path) -> tuple[ShardIndex, bool]:
+    """Return the index of a shard, and whether it was created now. Raises UserError if `path` cannot be read."""
+    try:
+        stat = path.stat()
+        for place in places(path):
+            if (found := load(place, stat)) is not None:
+                return found, False
+        index = scan(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check it") from error
+    save(path, index)
+    return index, True
+
+
+def places(path: Path) -> Iterator[Path]:
+    """Yield the possible paths of a shard's index: next to it, or in the cache directory."""
+    yield path.with_name(path.name + ".index")
+    directory = files.cache_directory("shards")
+    if directory is not None:
+        yield directory / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.index"
+
+
+def save(path: Path, index: ShardIndex) -> None:
+    """Write the index of shard `path` atomically to the first writable place, if there is one."""
+    content = json.dumps(index.header()).encode() + b"\n" + index.table.numpy().tobytes()
+    for place in places(path):
+        with contextlib.suppress(OSError):
+            atomic.write(place, content)
+            return
+
+
+def load(path: Path, shard: os.stat_result) -> ShardIndex | None:
+    """Return the index at `path`; None if there is none, if it is damaged, or not valid for `shard`.
+
+    The file may be malicious: memory use is limited to that of a valid index.
+    """
+    most = shard.st_size // BLOCK  # samples: each has at least one tar header
+    try:
+        with files.opened(path) as file:
+            header = json.loads(file.readline(LONGEST_LINE))
+            rows = bytearray(file.read(most * ROW_BYTES + 1))
+    except (OSError, ValueError, RecursionError):
+        return None
+    problem = header.get("problem") if isinstance(header, dict) else None
+    if len(rows) % ROW_BYTES or not isinstance(problem, str | None):
+        return None
+    index = ShardIndex(shard.st_size, shard.st_mtime_ns, problem, table_of(rows))
+    return index if header == index.header() else None
+
+
+def table_of(rows: "bytearray | array[int]") -> Tensor:
+    """Return the rows as int64 [n, 4]."""
+    return torch.frombuffer(rows, dtype=torch.int64).view(-1, 4) if len(rows) else EMPTY
+
+
+def scan(path: Path) -> ShardIndex:
+    """Read a tar file from beginning to end and return its index. Raises OSError; UserError if it is compressed."""
+    rows, problem = array("q"), None
+    odd: list[str] = []
+    with files.opened(path) as file:
+        stat = os.fstat(file.fileno())
+        if file.read(6).startswith(COMPRESSED):
+            raise UserError(f"{path} is compressed: unpack it")
+        file.seek(0)
+        try:
+            # Like webdataset: a sample is consecutive members with the same key.
+            for _, sample in itertools.groupby(
+                members(Bounded(file, stat.st_size), odd), key=lambda member: member.key
+            ):
+                rows.extend(row_of(sample, odd))
+        except OSError:  # a disk error
+            raise
+        except Exception as error:  # tarfile's errors, and errors of text decoding; the unfinished sample is dropped
+            problem = why(error) if isinstance(error, tarfile.TarError) else f"damaged header ({type(error).__name__})"
+    return ShardIndex(stat.st_size, stat.st_mtime_ns, problem or next(iter(odd), None), table_of(rows))
+
+
+class Bounded:
+    """A file whose reads are limited to its size, because a tar header may contain any size."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self.file, self.size = file, size
+        self.tell, self.seek = file.tell, file.seek
+
+    def read(self, count: int) -> bytes:
+        """Return at most `count` bytes, not past the end."""
+        return self.file.read(max(0, min(count, self.size - self.file.tell())))
+
+
+class Member(NamedTuple):
+    """A file in a tar file."""
+
+    key: str
+    kind: str  # in lower case
+    name: str
+    offset: int  # of its content
+    size: int
+    crc: int  # CRC-32
+    start: bytes  # of its content, at most CHUNK
+
+
+def members(file: Bounded, odd: list[str]) -> Iterator[Member]:
+    """Yield the members of a tar file that belong to samples. Raises tarfile's errors, also if its end is missing.
+
+    odd: receives why samples are missing in a file that is read to its end.
+    """
+    with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload] # needs no more than it has
+        while (member := tar.next()) is not None:
+            tar.members = []  # tarfile would keep all members in memory
+            named = MEMBER.fullmatch(member.name)
+            of_sample = named is not None and named[2].lower() in ("cls", *IMAGE_TYPES)
+            if of_sample and (member.islnk() or member.issym()):
+                odd.append(f"{member.name} is a link: create it with tar --hard-dereference -h")
+            if named is None or not member.isreg() or member.issparse():  # sparse: as large as it says
+                continue
+            start, crc = b"", 0
+            for chunk in iter(functools.partial(tar.extractfile(member).read, CHUNK), b""):
+                start, crc = start or chunk, zlib.crc32(chunk, crc)
+            yield Member(named[1], named[2].lower(), member.name, member.offset_data, member.size, crc, start)
+        # tarfile stops silently at a damaged header and at the end of a truncated file.
+        file.seek(tar.offset)
+        block = file.read(BLOCK)
+        if any(block):
+            raise tarfile.ReadError(f"no tar header at byte {tar.offset:,}")
+        if not block:
+            raise tarfile.ReadError("unexpected end of data")
+        if any(map(any, iter(functools.partial(file.read, CHUNK), b""))):
+            odd.append("more follows the end of the archive: join tar files with tar --concatenate")
+
+
+def row_of(sample: Iterable[Member], odd: list[str]) -> tuple[int, int, int, int]:
+    """Return the row of a table for the members of a sample. odd: see `members`."""
+    of_kind: dict[str, Member] = {}
+    for member in sample:
+        if of_kind.setdefault(member.kind, member) is not member and of_kind[member.kind].name == member.name:
+            odd.append(f"{member.name} is in it twice in a row: give each sample its own name")  # the first is used
+    label = class_in(of_kind["cls"].start) if "cls" in of_kind else NO_CLASS
+    for kind in IMAGE_TYPES:
+        if (image := of_kind.get(kind)) is not None:
+            return image.offset, image.size, label, image.crc
+    return next(iter(of_kind.values())).offset, NO_IMAGE, label, 0
+
+
+def class_in(content: bytes) -> int:
+    """Return the class in a .cls file, or NO_CLASS."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (label := int(content.removeprefix(codecs.BOM_UTF8))) < 2**31:
+            return label
+    return NO_CLASS

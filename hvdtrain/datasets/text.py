@@ -22,10 +22,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hvdtrain.datasets import cache
 from hvdtrain.datasets.vocabularies import CODE_POINTS, Bytes, Characters, Pairs, Vocabulary, code_points, restore
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.lock import Lock
 
 BLOCK_BYTES = 2**22  # read and converted at a time
 LOCK_SECONDS = 600.0  # how long to wait for another process, which may take minutes to learn byte pairs
@@ -98,9 +98,9 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
     sha256 = fingerprint(paths)
     recipe = [FORMAT, sha256, kind, 0 if given else size, given and given.content]
     stem = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
-    found, directory = None, cache.directory("text")
+    found, directory = None, files.cache_directory("text")
     if directory is not None:
-        with cache.locked(directory, LOCK_SECONDS), contextlib.suppress(OSError):  # such as a full disk
+        with locked(directory), contextlib.suppress(OSError):  # such as a full disk
             found = cached(directory, stem)
             if found is None:
                 keep(directory, stem, paths, kind, size, given)
@@ -221,6 +221,22 @@ def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
         return None
 
 
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Context manager for work that one process of the host does, while the others wait.
+
+    After LOCK_SECONDS, or where there are no locks, a process does it beside the others: files are replaced as a whole.
+    """
+    lock = None
+    with contextlib.suppress(OSError):  # also TimeoutError
+        lock = Lock(directory, LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 def checksum(facts: Facts, of_tokens: int) -> int:
     """Return Facts.crc. of_tokens: the CRC-32 of the tokens."""
     return zlib.crc32(facts.content.encode(errors="surrogatepass"), of_tokens)
@@ -228,7 +244,7 @@ def checksum(facts: Facts, of_tokens: int) -> int:
 
 def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int, given: Pairs | None) -> None:
     """Convert the text to files in the cache, block by block. The caller holds the lock. Raises OSError, UserError."""
-    atomic.remove_partial(directory, cache.STALE_SECONDS)
+    atomic.remove_partial(directory, atomic.STALE_SECONDS)
     crc = 0
     with atomic.replacing(directory / f"{stem}.tokens", "wb", sync=True) as file:
 

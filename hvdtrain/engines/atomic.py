@@ -15,6 +15,7 @@ from hvdtrain.engines import files
 # From file systems without fsync, or without that of directories.
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 PARTIAL = ".partial"  # end of the names of files that are being written
+STALE_SECONDS = 3600.0  # age after which a partial file of another process is considered abandoned
 
 
 @contextlib.contextmanager

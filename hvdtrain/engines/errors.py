@@ -15,6 +15,12 @@ def one_line(text: object) -> str:
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
+def why(error: Exception) -> str:
+    """Return the message of an error as one line, without object addresses, so that it is the same on every rank."""
+    message = getattr(error, "strerror", None) or str(error.args[0] if error.args else "")
+    return message.partition("\n")[0].partition(" @ ")[0].partition(" <")[0] or type(error).__name__
+
+
 class UserError(Exception):
     """Invalid input or environment. The message is one line that names the remedy; the exit code is 2.
 

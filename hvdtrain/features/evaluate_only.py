@@ -133,7 +133,7 @@ class EvaluationRun(Run):
         self.metrics_logger.only_evaluates, self.stage = True, Stage.HEAD
         yield self.metrics_logger.number() - 1
         self.stage = Stage.OUTSIDE
-        self.metrics_logger.evaluation(None)
+        self.metrics_logger.evaluation()
         self.say(self.metrics_logger.epoch())
 
     def steps(self, *data: Any, changes: bool = False, restart: bool = False) -> Iterator[Step]:
@@ -183,4 +183,4 @@ class EvaluationRun(Run):
         super().finish(warn_of)
 
     def leave_loop(self) -> None:
-        self.metrics_logger.evaluation(None)
+        self.metrics_logger.evaluation()

@@ -113,14 +113,6 @@ class Input(ABC):
         """
         return None
 
-    def settle(self) -> dict[str, object]:
-        """Exchange events since the last call between ranks. Return fields for the record. A collective."""
-        return {}
-
-    def summary(self) -> dict[str, object]:
-        """Return fields for summary.json."""
-        return {}
-
 
 class Kind(NamedTuple):
     """A kind of data that `run.steps` and `run.evaluating` take. loop/start.py lists all."""

@@ -101,7 +101,10 @@ class Loader(Input):
         if loader is None:
             seed = mixed_seed(self._seed, "workers", self._engine.rank, self._epoch)
             samples, persistent = Samples(self._given, self._seed), self._given.persistent_workers
-            loader = opened(self._engine, self._given, samples, self._jobs, seed=seed, persistent=persistent)
+            workers, device = self._given.num_workers, self._engine.device
+            loader = loading.loader(
+                samples, workers, device, self._jobs, given=self._given, seed=seed, persistent=persistent
+            )
             self._loader, self._sent = loader if persistent else None, plain_attributes(self._given.dataset)
         elif self._engine.rank == 0:
             warn_of_change(self._sent, self._given.dataset)
@@ -223,23 +226,7 @@ def iterate(
 
     batches: by the items of `jobs`, or iterable.
     """
-    return begun(opened(engine, given, batches, jobs))
-
-
-def opened(
-    engine: Engine, given: DataLoader[Any], batches: Dataset[Any], jobs: Iterable[Any] | None,
-    *, seed: int | None = None, persistent: bool = False,
-) -> DataLoader[Any]:  # fmt: skip
-    """Return the loader to iterate over. seed: of what torch seeds the workers with. persistent: they are used again."""
-    options: dict[str, Any] = {"timeout": given.timeout, "seed": seed}
-    if given.num_workers:
-        loading.start_workers_early([])
-        options |= {
-            "prefetch_factor": given.prefetch_factor,
-            "worker_init": given.worker_init_fn,
-            "persistent": persistent,
-        }
-    return loading.loader(batches, given.num_workers, engine.device, jobs, **options)
+    return begun(loading.loader(batches, given.num_workers, engine.device, jobs, given=given))
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -297,7 +284,9 @@ def compared_in_rank(
 def warn_of_main(numbers: Sequence[int], in_rank: Compared, in_worker: Compared, remedy: str) -> None:
     """Warn if a worker reads other samples than the rank, because the data set uses what main() has set in the rank."""
     for number, one, other in zip(numbers, in_worker, in_rank, strict=False):
-        if other is not None and (line := difference(number, one, other)):
+        line = f"sample {number} can be read in the rank, and not in a DataLoader worker" if one is None else None
+        line = line or difference(number, one or [], other or [], "in a DataLoader worker", "in the rank")
+        if other is not None and line:
             lines.warn_once(f"{line}: {remedy}")
             return
 

@@ -1,8 +1,4 @@
-"""What is in a batch of images, and the DataLoader workers that load batches.
-
-Images are transferred between processes as uint8 [b, 3, side, side], a quarter of the size of float32, and scaled on the
-device.
-"""
+"""The DataLoader workers that load batches: how they are started, how they end, and how many fit."""
 
 import atexit
 import functools
@@ -14,54 +10,22 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from hvdtrain.datasets.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import fork_server, leftovers
 from hvdtrain.inputs.packing import Packed, Travels, main_cannot_be_imported
-from hvdtrain.inputs.plan import Plan
 
 PREFETCH = 2  # batches that each worker keeps ready
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _begun: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
-
-
-class Loaded(NamedTuple):
-    """One batch of one rank, without its corrupt samples."""
-
-    images: Tensor  # uint8 [b, 3, side, side]; one black image if every sample is corrupt
-    labels: Tensor  # int64 [b]
-    samples: int  # number of valid samples: b, or 0
-    corrupt: list[CorruptSample]
-    indices: Sequence[int] = ()  # of the valid samples
-
-
-@dataclass(frozen=True)
-class Source:
-    """A training set and a test set. Each iteration of a loader starts from the beginning; `train` covers a whole Plan."""
-
-    name: str
-    reason: str  # one line: which data this is, and why it was chosen
-    classes: int
-    train_count: int
-    train: Callable[[Plan], Iterable[Loaded]]
-    test: Callable[[], Iterable[Loaded]]  # this rank's part of the test set; over all ranks, each sample once
-    per_epoch: int | None = None  # samples per epoch; None: all
-    corrupt: CorruptSamples = field(default_factory=lambda: CorruptSamples(0, 0))  # by default, none are allowed
-    damaged: list[CorruptSample] = field(default_factory=list)  # what is known to be lost before anything is read
-    facts: Mapping[str, object] = field(default_factory=dict)  # further JSON values that identify the training samples
-
-
 IMAGES = ("hvdtrain.datasets.images", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
 
 
@@ -118,48 +82,42 @@ def default_workers(cores: int, device: torch.device) -> int:
 
 
 def loader(
-    dataset: Dataset[Any],
-    workers: int,
-    device: torch.device,
-    jobs: Iterable[Any] | None = None,
-    *,
-    timeout: float = 0,
-    prefetch_factor: int | None = PREFETCH,
-    worker_init: Callable[[int], None] | None = None,
-    persistent: bool = False,
-    seed: int | None = None,
-) -> DataLoader[Any]:
+    dataset: Dataset[Any], workers: int, device: torch.device, jobs: Iterable[Any] | None = None,
+    *, given: DataLoader[Any] | None = None, seed: int | None = None, persistent: bool = False,
+) -> DataLoader[Any]:  # fmt: skip
     """Return a DataLoader whose items are complete batches: `dataset[job]`, or the items of an iterable dataset.
 
-    Iterating over it raises Failure if a worker ends.
-
-    timeout (seconds; 0: none), prefetch_factor, worker_init, persistent: see DataLoader; used only with workers. seed: of
-    what torch seeds the workers with.
+    Iterating over it raises Failure if a worker ends. given: the author's, whose options for workers are used. seed: of what
+    torch seeds the workers with. persistent: workers are used again.
     """
     generator = torch.Generator()  # otherwise each iteration advances the global generator, which dropout uses
     if seed is not None:
         generator.manual_seed(seed)
+    options: dict[str, Any] = {}
+    if workers:
+        options = {"persistent_workers": persistent, "prefetch_factor": PREFETCH} | worker_options(given)
     return _Batches(
         dataset,
         batch_size=None,
         sampler=jobs,
         num_workers=workers,
-        timeout=timeout if workers else 0,
-        prefetch_factor=prefetch_factor if workers else None,
         pin_memory=device.type != "cpu",
         collate_fn=as_it_is,  # by default, torch would make lists of tuples
         generator=generator,
-        persistent_workers=persistent and workers > 0,
-        **(worker_options(worker_init) if workers else {}),
+        **options,
     )
 
 
-def worker_options(worker_init: Callable[[int], None] | None) -> dict[str, Any]:
-    """Return options of a DataLoader for workers that the fork server starts, and that end with their rank."""
+def worker_options(given: DataLoader[Any] | None) -> dict[str, Any]:
+    """Start the fork server, and return options of a DataLoader for workers that it forks, and that end with their rank."""
+    start_workers_early([])
+    own: Any = None if given is None else given.worker_init_fn
+    if own is not None:
+        own = Packed(own)  # it is the function again in a worker
     # The server may have been started while mpirun's binding to one core was in effect.
-    own: Any = None if worker_init is None else Packed(worker_init)
     init = functools.partial(_begin_worker, os.sched_getaffinity(0), own)
-    return {"multiprocessing_context": "forkserver", "worker_init_fn": init}
+    options: dict[str, Any] = {"multiprocessing_context": "forkserver", "worker_init_fn": init}
+    return options if given is None else options | {"timeout": given.timeout, "prefetch_factor": given.prefetch_factor}
 
 
 def as_it_is(batch: Any) -> Any:
@@ -219,18 +177,6 @@ def _end_with_rank() -> None:
         rank.join()
         leftovers.remove_sockets()
         os._exit(1)
-
-
-def collate(samples: list[tuple[Tensor, int, int]], corrupt: list[CorruptSample], side: int) -> Loaded:
-    """Return a batch of the valid samples: image, label, index.
-
-    If there are none: one black image that does not count, because an empty batch would fail in batch norm.
-    """
-    if not samples:
-        black = torch.zeros(1, 3, side, side, dtype=torch.uint8)
-        return Loaded(black, torch.zeros(1, dtype=torch.int64), 0, corrupt, [])
-    images, labels, indices = zip(*samples, strict=True)
-    return Loaded(torch.stack(images), torch.tensor(labels), len(samples), corrupt, list(indices))
 
 
 # Batches reach their rank through it. Where they do not fit, the kernel ends a worker with SIGBUS ("bus error").

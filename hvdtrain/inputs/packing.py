@@ -10,7 +10,6 @@ from multiprocessing's pickles:
 - An array that is mapped from a file is mapped from it again.
 """
 
-import contextlib
 import io
 import mmap
 import os
@@ -25,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LARGE = 2**20  # bytes: from here on, torch shares a tensor's memory; and an array is not a part of the pickle
+LARGE = 2**20  # bytes: from here on, torch shares a tensor's memory
+IN_BAND = 2**12  # bytes: up to here, memory is a part of the pickle
 MOST_SHARED = 100  # tensors, each with a file descriptor
 ALIGNMENT = 64  # bytes
 STDIN = "<stdin>"  # __file__ of a program from standard input
-Block = tuple[int, int, int]  # number of the block of memory, first byte, bytes
 
 
 class Packed:
@@ -37,32 +36,38 @@ class Packed:
 
     def __init__(self, value: Any):
         self.value = value
-        self._placed: dict[int, tuple[Block, Any]] = {}  # of id or address: where it was put, and what keeps it alive
-        self._blocks: list[int] = []  # file descriptors
+        self._block, self._lengths = -1, list[int]()  # for all workers: a file descriptor, and the parts in the file
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        kind = _by_value() if main_cannot_be_imported() else None
+        # Anew for each worker, as locks and queues in it demand. The same parts come each time.
+        by_value = _by_value() if main_cannot_be_imported() else None
         try:
-            content, shared = self._pickled(kind or _PICKLER)
+            content, parts = self._pickled(by_value or _Importable)
         except (pickle.PicklingError, AttributeError, TypeError):
-            if kind is not None or (kind := _by_value()) is None:
+            if by_value is not None or (by_value := _by_value()) is None:
                 raise
-            content, shared = self._pickled(kind)
-        return unpacked, (content, shared, [reduction.DupFd(block) for block in self._blocks])
+            content, parts = self._pickled(by_value)
+        if (lengths := [part.nbytes for part in parts]) != self._lengths:
+            self._block, self._lengths = _written(parts), lengths
+            weakref.finalize(self, os.close, self._block)
+        return unpacked, (content, lengths, reduction.DupFd(self._block) if lengths else None)
 
-    def _pickled(self, kind: Any) -> tuple[bytes, list[Tensor]]:
-        file, shared, new = io.BytesIO(), list[Tensor](), _Content(self._placed, len(self._blocks))
+    def _pickled(self, kind: Any) -> tuple[bytes, list[memoryview]]:
+        """Return the pickle, and the memory that is not in it: that of arrays comes from numpy, as out-of-band data."""
+        file, parts, memories, shared = io.BytesIO(), list[memoryview](), dict[int, Memory](), set[int]()
+
+        def is_in_band(buffer: pickle.PickleBuffer) -> bool:
+            if (part := buffer.raw()).nbytes > IN_BAND:
+                parts.append(part)
+            return part.nbytes <= IN_BAND
 
         class Pickler(kind):  # type: ignore[misc] # one of two
-            def persistent_id(self, what: Any) -> Any:
-                return _described(what, new, shared)
+            def reducer_override(self, what: Any) -> Any:
+                reduced = _reduced(what, memories, shared)
+                return super().reducer_override(what) if reduced is NotImplemented else reduced
 
-        Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self.value)
-        self._placed |= new.placed
-        if new.parts:
-            self._blocks.append(block := new.written())
-            weakref.finalize(self, os.close, block)
-        return file.getvalue(), shared
+        Pickler(file, is_in_band).dump(self.value)
+        return file.getvalue(), parts
 
 
 class Travels:
@@ -84,126 +89,91 @@ def remade(kind: Any, attributes: dict[str, Any]) -> Any:
     return made
 
 
-class _Content:
-    """What is put into a new block of memory."""
+class Memory:
+    """That of tensors, of which several may have parts."""
 
-    def __init__(self, placed: dict[int, tuple[Block, Any]], number: int):
-        self._known, self._number = placed, number
-        self.placed: dict[int, tuple[Block, Any]] = {}
-        self.parts: list[tuple[int, memoryview]] = []  # first byte, content
-        self._length = 0
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
 
-    def place(self, key: int, held: Any, content: Callable[[], memoryview]) -> Block:
-        """Return where something is, or will be. held: is kept, so that nothing else gets the same key."""
-        if key in self._known:
-            return self._known[key][0]
-        if key not in self.placed:
-            part = content()
-            self.parts.append((self._length, part))
-            self.placed[key] = (self._number, self._length, part.nbytes), held
-            self._length += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        return self.placed[key][0]
-
-    def written(self) -> int:
-        """Return the descriptor of a block of memory with the parts."""
-        block = _without_name()
-        os.ftruncate(block, self._length)
-        with mmap.mmap(block, self._length) as memory:
-            for first, part in self.parts:
-                memory[first : first + part.nbytes] = part
-        return block
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.storage.nbytes():  # which torch.frombuffer refuses
+            return torch.UntypedStorage, (0,)
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy()
+        return _storage_of, (pickle.PickleBuffer(content),)
 
 
-def _without_name() -> int:
+def _storage_of(content: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
+
+
+def _reduced(what: Any, memories: dict[int, Memory], shared: set[int]) -> Any:
+    """Return what a worker makes `what` of again; NotImplemented for what is pickled as usual.
+
+    memories, shared: of this pickle so far, by address: the memory of tensors, and which of it torch sends.
+    """
+    if type(what) is Tensor or type(what) is nn.Parameter:
+        unusual = what.is_quantized or what.is_conj() or what.is_neg()
+        if what.device.type != "cpu" or what.layout is not torch.strided or unusual:
+            return NotImplemented
+        storage = what.untyped_storage()
+        if storage.is_shared() or (storage.nbytes() >= LARGE and len(shared) < MOST_SHARED):
+            storage.share_memory_()
+            shared.add(storage.data_ptr())
+            return NotImplemented
+        memory = memories.setdefault(storage.data_ptr(), Memory(storage))
+        layout = what.storage_offset(), tuple(what.shape), what.stride()
+        needs_grad = what.requires_grad and what.is_leaf
+        return _tensor_of, (memory, what.dtype, layout, needs_grad, type(what) is nn.Parameter)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and type(what) is numpy.memmap and isinstance(what.base, mmap.mmap) and what.filename:
+        mode = what.mode if what.mode in ("r", "c") else "r+"
+        return numpy.memmap, (what.filename, what.dtype, mode, what.offset, what.shape)
+    return NotImplemented
+
+
+def _tensor_of(storage: Any, dtype: torch.dtype, layout: Any, needs_grad: bool, parameter: bool) -> Tensor:
+    found = torch.empty(0, dtype=dtype).set_(storage, *layout)
+    return nn.Parameter(found, needs_grad) if parameter else found.requires_grad_(needs_grad)
+
+
+def _padded(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _written(parts: list[memoryview]) -> int:
     """Return the descriptor of a new file without a name: in memory, and not in /dev/shm, which may be small."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("hvdtrain-data-set")
-    with tempfile.TemporaryFile() as file:  # Python was built for a C library of before 2018
-        return os.dup(file.fileno())
+        block = os.memfd_create("hvdtrain-data-set")
+    else:  # Python was built for a C library of before 2018
+        with tempfile.TemporaryFile() as file:
+            block = os.dup(file.fileno())
+    os.ftruncate(block, sum(_padded(part.nbytes) for part in parts))
+    begin = 0
+    with mmap.mmap(block, 0) as memory:
+        for part in parts:
+            memory[begin : begin + part.nbytes] = part
+            begin += _padded(part.nbytes)
+    return block
 
 
-def _described(what: Any, new: _Content, shared: list[Tensor]) -> Any:
-    """Return what a worker makes `what` of again; None for what is pickled as usual."""
-    if type(what) is Tensor or type(what) is nn.Parameter:
-        return _described_tensor(what, new, shared)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None or not isinstance(what, numpy.ndarray) or what.dtype.hasobject:
-        return None
-    if type(what) is numpy.memmap and isinstance(what.base, mmap.mmap) and what.filename is not None:
-        mode = what.mode if what.mode in ("r", "c") else "r+"
-        return "file", id(what), (what.filename, what.dtype, mode, what.offset, what.shape)
-    if type(what) is numpy.ndarray and what.nbytes >= LARGE and what.flags.c_contiguous:
-        block = new.place(id(what), what, lambda: what.reshape(-1).view(numpy.uint8).data)
-        return "array", id(what), (block, what.dtype, what.shape)
-    return None
-
-
-def _described_tensor(what: Tensor, new: _Content, shared: list[Tensor]) -> Any:
-    unusual = what.is_quantized or what.is_conj() or what.is_neg()
-    if what.device.type != "cpu" or what.layout is not torch.strided or unusual:
-        return None
-    storage = what.untyped_storage()
-    size = storage.nbytes()
-    if storage.is_shared() or (size >= LARGE and len(shared) < MOST_SHARED):
-        place: Any = next((at for at, one in enumerate(shared) if one.data_ptr() == storage.data_ptr()), None)
-        if place is None:
-            place = len(shared)
-            shared.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-    elif size:
-        whole = lambda: torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data  # noqa: E731
-        place = new.place(storage.data_ptr(), storage, whole)
-    else:
-        place = None
-    layout = what.storage_offset(), tuple(what.shape), what.stride()
-    needs_grad = what.requires_grad and what.is_leaf
-    return "tensor", id(what), (place, what.dtype, layout, needs_grad, type(what) is nn.Parameter)
-
-
-def unpacked(content: bytes, shared: list[Tensor], blocks: list[Any]) -> Any:
+def unpacked(content: bytes, lengths: list[int], block: Any) -> Any:
     """Return the value of a `Packed`, in a worker."""
-    made: dict[int, Any] = {}
-    memories, wholes = [], dict[Block, Any]()
-    for block in blocks:
-        with contextlib.closing(os.fdopen(block.detach(), "rb")) as file:
-            memories.append(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-
-    def bytes_of(place: Block) -> Any:
-        number, first, size = place
-        if place not in wholes:
-            wholes[place] = memoryview(memories[number])[first : first + size]
-        return wholes[place]
-
-    def tensor(place: Any, dtype: torch.dtype, layout: Any, needs_grad: bool, parameter: bool) -> Tensor:
-        if place is None:
-            whole = torch.empty(0, dtype=torch.uint8)
-        else:
-            whole = shared[place] if isinstance(place, int) else torch.frombuffer(bytes_of(place), dtype=torch.uint8)
-        found = torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), *layout)
-        return nn.Parameter(found, needs_grad) if parameter else found.requires_grad_(needs_grad)
-
-    def array(place: Block, dtype: Any, shape: Any) -> Any:
-        import numpy
-
-        return numpy.frombuffer(bytes_of(place), dtype=dtype).reshape(shape)
-
-    def mapped(name: Any, dtype: Any, mode: Any, offset: int, shape: Any) -> Any:
-        import numpy
-
-        return numpy.memmap(name, dtype, mode, offset, shape)
-
-    kinds: dict[str, Callable[..., Any]] = {"tensor": tensor, "array": array, "file": mapped}
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, what: Any) -> Any:
-            kind, number, arguments = what
-            if number not in made:
-                made[number] = kinds[kind](*arguments)
-            return made[number]
-
-    return Unpickler(io.BytesIO(content)).load()
+    parts, begin = [], 0
+    if block is not None:
+        with os.fdopen(block.detach(), "rb") as file:
+            own = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        for length in lengths:
+            parts.append(memoryview(own)[begin : begin + length])
+            begin += _padded(length)
+    return pickle.loads(content, buffers=parts)
 
 
-_PICKLER = reduction.ForkingPickler  # knows multiprocessing's own objects
+class _Importable(reduction.ForkingPickler):  # knows multiprocessing's own objects
+    def __init__(self, file: Any, is_in_band: Any):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, True, is_in_band)
+
+    def reducer_override(self, what: Any) -> Any:
+        return NotImplemented
 
 
 def _by_value() -> Any:
@@ -214,8 +184,8 @@ def _by_value() -> Any:
         return None
 
     class ByValue(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
-        def __init__(self, file: Any, protocol: int):
-            super().__init__(file, protocol)
+        def __init__(self, file: Any, is_in_band: Any):
+            super().__init__(file, pickle.HIGHEST_PROTOCOL, is_in_band)
             forking: Any = reduction.ForkingPickler(io.BytesIO())
             self.dispatch_table: Any = {**cloudpickle.Pickler.dispatch_table, **forking.dispatch_table}
 

@@ -43,7 +43,8 @@ class Plan:
         """Return this process's remaining steps of `epoch`: in each, the passes of its first rank, then of its next one."""
         if len(self.own) <= 1:
             return self._of_rank(epoch, self.rank)
-        return map(in_turns, zip(*(self._of_rank(epoch, rank) for rank in self.own), strict=True))
+        of_ranks = zip(*(self._of_rank(epoch, rank) for rank in self.own), strict=True)
+        return (PlannedStep([batch for step in steps for batch in step.batches], steps[0].count) for steps in of_ranks)
 
     def _of_rank(self, epoch: int, rank: int) -> Iterator[PlannedStep]:
         if self.batches is not None:
@@ -77,11 +78,6 @@ class Plan:
             for step in self.epoch(epoch):
                 for batch in step.batches:
                     yield epoch, batch
-
-
-def in_turns(of_ranks: Sequence[PlannedStep]) -> PlannedStep:
-    """Return one step for ranks that take turns in a process."""
-    return PlannedStep([batch for step in of_ranks for batch in step.batches], of_ranks[0].count)
 
 
 # ---- batches that stay whole, as of a batch_sampler

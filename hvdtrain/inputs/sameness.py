@@ -67,24 +67,15 @@ def require_same(engine: Engine, numbers: Sequence[int], compared: Compared) -> 
     first, *others = engine.all_gather_object(compared, "samples")
     for rank, theirs in enumerate(others, start=1):
         for number, one, other in zip(numbers, first, theirs, strict=False):
-            for part, pair in enumerate(zip(one or (), other or (), strict=False), start=1):
-                if not same(*pair):
-                    values = in_words(*pair, "on rank 0", f"on rank {rank}")
-                    message = f"ranks have different data: part {part} of sample {number} is {values}"
-                    raise UserError(f"{message}: {ALIKE}", everywhere=True)
+            if line := difference(number, one or [], other or [], "on rank 0", f"on rank {rank}"):
+                raise UserError(f"ranks have different data: {line}: {ALIKE}", everywhere=True)
 
 
-def difference(number: int, in_worker: list[Leaf] | None, in_rank: list[Leaf]) -> str | None:
-    """Return in words how a sample is another one in a DataLoader worker than in its rank; None if it is the same.
-
-    in_worker: None if it could not be read there.
-    """
-    if in_worker is None:
-        return f"sample {number} can be read in the rank, and not in a DataLoader worker"
-    for part, pair in enumerate(zip(in_worker, in_rank, strict=False), start=1):
+def difference(number: int, one: list[Leaf], other: list[Leaf], where: str, elsewhere: str) -> str | None:
+    """Return in words how a sample differs between two places; None if it is the same."""
+    for part, pair in enumerate(zip(one, other, strict=False), start=1):
         if not same(*pair):
-            values = in_words(*pair, "in a DataLoader worker", "in the rank")
-            return f"part {part} of sample {number} is {values}"
+            return f"part {part} of sample {number} is {in_words(*pair, where, elsewhere)}"
     return None
 
 

@@ -38,14 +38,6 @@ def open_input(
     raise UserError(f"run.steps got {names}: {remedy}")
 
 
-def evaluation_batches(kinds: Sequence[Kind], engine: Engine, data: Any, seed: int) -> Iterator[Batch]:
-    """Return this rank's batches of a test set. Over all ranks, each sample is there once. Raises UserError."""
-    for kind in kinds:
-        if kind.evaluated is not None and kind.takes(data):
-            return kind.evaluated(engine, data, seed)
-    raise UserError(f"run.evaluating() got a {type(data).__name__}: give it a number of samples, or a DataLoader")
-
-
 class Data:
     """What this rank reads in steps and in evaluations. flags used: seed, batch_size."""
 
@@ -62,9 +54,12 @@ class Data:
         return open_input(self._kinds(), self._engine, data, flags.seed, flags.batch_size, self._output)
 
     def evaluated(self, data: Any) -> Iterator[Batch]:
-        """Return this rank's batches of a test set."""
+        """Return this rank's batches of a test set. Over all ranks, each sample is there once. Raises UserError."""
         require_default_device()
-        return evaluation_batches(self._kinds(), self._engine, data, self._flags.seed)
+        for kind in self._kinds():
+            if kind.evaluated is not None and kind.takes(data):
+                return kind.evaluated(self._engine, data, self._flags.seed)
+        raise UserError(f"run.evaluating() got a {type(data).__name__}: give it a number of samples, or a DataLoader")
 
     def of_epoch(self, data: tuple[Any, ...], changes: bool, restart: bool, begin: Begin) -> Input:
         """Return the input for the arguments of `run.steps` in this epoch. In the first one, training begins. A collective.

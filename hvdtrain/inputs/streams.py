@@ -247,8 +247,7 @@ class Whole:
             given = copy.copy(given)
             given.generator = given.generator or torch.Generator().manual_seed(mixed_seed(*seed))
             if given.num_workers:
-                loading.start_workers_early([])
-                for name, value in loading.worker_options(given.worker_init_fn).items():
+                for name, value in loading.worker_options(given).items():
                     setattr(given, name, value)
         self._given = given
         anew = copy.copy(given)

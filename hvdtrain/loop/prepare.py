@@ -168,13 +168,6 @@ def about_batch_norm(name: str, layer: nn.Module, engine: Engine) -> str:
     return ""
 
 
-def refuse_layer(name: str, layer: nn.Module, engine: Engine) -> None:
-    """Raise UserError for a layer with which ranks cannot train, or would train wrongly without an error."""
-    message = about_batch_norm(name, layer, engine) or about_layer(name, layer, engine)
-    if message:
-        raise UserError(f"run.prepare(): {message}")
-
-
 def callable_alone(function: Callable[..., object]) -> bool:
     """Return whether `function` may be called without arguments."""
     try:
@@ -222,7 +215,8 @@ def refuse_parts(
     """
     layers = [pair for model in models for pair in model.named_modules()]
     for name, layer in layers:
-        refuse_layer(name, layer, engine)
+        if message := about_batch_norm(name, layer, engine) or about_layer(name, layer, engine):
+            raise UserError(f"run.prepare(): {message}")
     for name, buffer in ((name, one) for model in models for name, one in model.named_buffers()):
         if buffer.is_quantized and engine.size > 1:
             remedy = "keep its integers, buffer.int_repr(), and the scale"

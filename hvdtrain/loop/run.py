@@ -297,10 +297,10 @@ class Run(Ranked):
     def steps(self, *data: Any, changes: bool = False, restart: bool = False) -> Iterator[Step]:
         """Yield the remaining steps of this epoch. Over all ranks, each sample is used once per epoch, also after a resume.
 
-        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a `Source`; or a
-        dictionary of several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a loader
-        of an IterableDataset, or with a state_dict), each rank gives its part. changes: the data of another epoch may be
-        others, of another length or with other batches. restart: each epoch begins all of several data sets anew.
+        data: tensors of equal length; or a number of samples, to get their indices; or a DataLoader; or a dictionary of
+        several DataLoaders, or tuples of tensors: the first one determines the epochs. Of a stream (a loader of an
+        IterableDataset, or with a state_dict), each rank gives its part. changes: the data of another epoch may be others,
+        of another length or with other batches. restart: each epoch begins all of several data sets anew.
         """
         self.require_head()
         self.prepared().require_same_parameters()
@@ -384,7 +384,7 @@ class Run(Ranked):
         now = clock.end_step(step.count, step.local_count)
         state.train_seconds += clock.step_seconds
         if self.metrics_logger.unwritten:  # an evaluation within the step
-            self.metrics_logger.evaluation(opened)
+            self.metrics_logger.evaluation()
         if step.left_out is not None:  # None: a feature counts it later
             state.skipped = state.skipped + 1 if step.left_out else 0
         state.step += 1
@@ -394,7 +394,7 @@ class Run(Ranked):
         for after_step in self.features.after_step:
             after_step(step)
         if step.logged:
-            self.metrics_logger.step(step, opened, clock)
+            self.metrics_logger.step(step, clock)
             clock.mark("reporting")
         due = now >= self.checkpoints.interval.due_at
         if (due or self.engine.activity.asked or state.step >= self.stopping.save_at) and step.may_save:
@@ -419,7 +419,7 @@ class Run(Ranked):
         best, score = self.best, self.checkpoints.score(self.state, self.state.epoch)
         self.state.best = best._asdict() if best is not None else {}
         self.stage = Stage.OUTSIDE
-        self.metrics_logger.evaluation(source)
+        self.metrics_logger.evaluation()
         line = self.metrics_logger.epoch()
         self.length.require_recorded(self.evaluation)
         if source is None or source.at_end(self.state.samples_of_epoch):
@@ -470,14 +470,14 @@ class Run(Ranked):
         """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
 
         Inside, models, also registered ones, are in evaluation mode, without gradients; batch norm's running statistics are
-        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader or a `Source` (yields an iterator
+        averaged over ranks. data: a number of samples (yields a slice); or a DataLoader (yields an iterator
         over batches). prefix: for the names in summary.json and in the output, such as "test".
         """
         prepared = self.prepared("run.evaluating()")
         if self._evaluation is not None:
             raise refusal("evaluation in evaluation")
         self.checkpoints.resumed_epoch.evaluates(again=self._in_epoch and not self.in_steps)
-        self.metrics_logger.evaluation(self.data.input)
+        self.metrics_logger.evaluation()
         began = time.perf_counter()
         registered = self.checkpoints.registered.items()
         averaged = {name: what for name, what in registered if isinstance(what, torch.nn.Module)}
@@ -600,7 +600,6 @@ class Run(Ranked):
             unsaved = self.checkpoints.close(self.stopping.heartbeat)
         extra: dict[str, object] = {}
         if self.data.input is not None:
-            extra = self.data.input.summary()
             self.data.input.close()
         if best := self.best:
             file = {"checkpoint": name_of(best.step)} if self.checkpoints.writes else {}

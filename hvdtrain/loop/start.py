@@ -105,7 +105,6 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
 
 def kinds_of_data() -> list[Kind]:
     """Return the kinds of data that run.steps and run.evaluating take: the first one that takes it opens it."""
-    from hvdtrain.datasets.images import IMAGES
     from hvdtrain.inputs.loaders import LOADER
     from hvdtrain.inputs.samplers import SAMPLED
     from hvdtrain.inputs.several import several_of
@@ -113,7 +112,6 @@ def kinds_of_data() -> list[Kind]:
     from hvdtrain.inputs.tensors import NUMBER, TENSORS
 
     kinds: list[Kind] = [NUMBER, TENSORS]
-    kinds.append(IMAGES)
     kinds.append(STREAM)
     kinds.append(SAMPLED)
     kinds.append(LOADER)

@@ -13,7 +13,7 @@ PHASES = ("loading", "compute", "communication")  # of the time of a step; the r
 # Fields of all events. Scripts cannot use these names for recorded values.
 FIXED = frozenset({"event", "time", "elapsed", "seconds", "epoch", "step", "steps", "samples", "count", "prefix"})
 # Fields recorded in addition to a script's values. They are not metrics unless the `start` event declares them.
-ADDED = frozenset({"loss_rank0", "objective", "gradient_norm", "corrupt", "tokens", "world_size"})
+ADDED = frozenset({"loss_rank0", "objective", "gradient_norm", "tokens", "world_size"})
 ADDED_BEGINNINGS = ("learning_rate",)
 ADDED_ENDINGS = ("_seconds", "_share", "_per_second", "_bytes")
 # Fields of a `train` event that trackers show in addition to the script's values, and their names there.

@@ -14,7 +14,6 @@ from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_since_process_start
 
 if TYPE_CHECKING:
-    from hvdtrain.inputs.inputs import Input
     from hvdtrain.loop.state import TrainState
     from hvdtrain.loop.step import Step
 
@@ -49,9 +48,9 @@ class MetricsLogger:
     def _epoch(self) -> str:
         return f"epoch {self.number()}" + (f"/{self.epochs}" if self.epochs is not None else "")
 
-    def step(self, step: "Step", source: "Input", clock: Clock) -> None:
+    def step(self, step: "Step", clock: Clock) -> None:
         """Record a finished step. A collective."""
-        state, extra = self._state, source.settle()
+        state, extra = self._state, dict[str, object]()
         tallies = list(step.tallies.values())
         names = list(tallies[0].sums)
         norm = [] if step.gradient_norm is None else [step.gradient_norm]
@@ -102,8 +101,8 @@ class MetricsLogger:
         self._state.evaluation |= values
         self.recorded |= set(values)
 
-    def evaluation(self, source: "Input | None") -> None:
-        """Record the last evaluation, if it is not recorded yet. A collective."""
+    def evaluation(self) -> None:
+        """Record the last evaluation, if it is not recorded yet."""
         if not self.unwritten:
             return
         self.unwritten = False
@@ -111,8 +110,6 @@ class MetricsLogger:
         fields: dict[str, object] = {**state.evaluation, "count": int(state.evaluation["count"])}
         if state.prefix:
             fields["prefix"] = state.prefix
-        if source is not None:
-            fields |= source.settle()
         self._output.event("evaluate", epoch=self.number(), step=state.step, **fields)
 
     def epoch(self) -> str:

@@ -48,26 +48,27 @@ transform = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHori
 """
 OURS = """
 from hvdtrain.inputs import loading
-from hvdtrain.datasets.images import open_folder
-from hvdtrain.inputs.plan import Plan
+from hvdtrain.datasets.images import open_folders
 from hvdtrain.datasets.shards import open_shards
 from hvdtrain.engines.start import start
-def ours(open_source):
+from hvdtrain.inputs.fetching import Samples
+from torch.utils.data import DataLoader
+def ours(open_data):
     loading.start_workers_early()
     with start("serial", threads=1) as engine:
-        source = open_source(engine)
-        epochs = 1 + count * BATCH * 2 // source.train_count
-        plan = Plan(source.train_count, source.train_count, 1, epochs, rank, 2, BATCH)
-        measure(loaded.images for loaded in source.train(plan))
+        samples = Samples(DataLoader(open_data(engine)[0], BATCH), 1)
+        torch.manual_seed(rank)
+        jobs = [(0, some) for some in torch.randint(samples.count, (count, BATCH)).tolist()]
+        measure(fetched.batch[0] for fetched in loading.loader(samples, 1, engine.device, jobs))
 """
 SIDES = {
     "folder": OURS + """
 if __name__ == "__main__":
-    ours(lambda engine: open_folder(engine, root, side=224, seed=1, workers=1))
+    ours(lambda engine: open_folders(engine, root, 224))
 """,
     "shards": OURS + """
 if __name__ == "__main__":
-    ours(lambda engine: open_shards(engine, root / "shards", (None, None), side=224, seed=1, workers=1, classes=None))
+    ours(lambda engine: open_shards(engine, root / "shards", (None, None), 224, classes=None))
 """,
     "torchvision": TORCHVISION + """
 from torch.utils.data import DataLoader, RandomSampler
@@ -95,9 +96,10 @@ from spdl.pipeline import PipelineBuilder
 from hvdtrain.datasets.decoding import random_box
 files = sorted((root / "train").glob("*/*.jpg"))
 draw = random.Random(rank)
+torch.manual_seed(rank)
 def load(path):
     packets = spdl.io.demux_image(str(path))
-    top, left, height, width = random_box(packets.height, packets.width, draw)
+    top, left, height, width = random_box(packets.height, packets.width)
     flip = ",hflip" if draw.random() < 0.5 else ""
     crop = f"crop={width}:{height}:{left}:{top},scale=224:224:flags=bilinear{flip},format=pix_fmts=rgb24"
     return spdl.io.decode_packets(packets, filter_desc=crop)

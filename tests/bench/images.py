@@ -47,17 +47,16 @@ print(images_per_second(lambda: [None for batch in batches]))
     "ours": """
 import sys, torch
 from pathlib import Path
-from hvdtrain.datasets.images import open_folder
-from hvdtrain.inputs.plan import Plan
+from hvdtrain.datasets.images import open_folders
 from hvdtrain.imagenet import scaled
 from hvdtrain.engines.start import start
 pixels = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1)
 with start("serial", threads=1) as engine:
-    source = open_folder(engine, Path(sys.argv[1]), side=224, seed=1, workers=0, reduced=REDUCED)
-    plan = Plan(source.train_count, source.train_count, 1, 1, 0, 1, 32)
+    folder, _, _ = open_folders(engine, Path(sys.argv[1]), 224, reduced=REDUCED)
+    batches = torch.utils.data.DataLoader(folder, batch_size=32, shuffle=True)
     def epoch():
-        for loaded in source.train(plan):
-            scaled(loaded.images, pixels, torch.contiguous_format)
+        for images, _ in batches:
+            scaled(images, pixels, torch.contiguous_format)
     print(images_per_second(epoch))
 """,
 }

@@ -32,7 +32,7 @@ from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.start import engine_class
 from hvdtrain.guards import connection
-from hvdtrain.inputs import loading
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.launching import exit_codes, processes
 from hvdtrain.loop.run import Run
 
@@ -146,7 +146,7 @@ before(checkpoint, "digest", "digest")
 before(atomic, "sync_directory", "directory")
 before(writer, "prune", "prune")
 
-real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch
+real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, Plan.epoch
 real_save, real_snapshot = checkpoints.Checkpoints.save, contents.snapshot
 
 
@@ -205,12 +205,12 @@ def patch(engine: type[Engine]) -> None:
     engine.stepping = stepping
 
 
-def epoch(self: loading.Plan, number: int):
-    ahead = sys._getframe(1).f_code is loading.Plan.__iter__.__code__  # for DataLoader workers: not taken yet
+def epoch(self: Plan, number: int):
+    ahead = sys._getframe(1).f_code is Plan.__iter__.__code__  # for DataLoader workers: not taken yet
     return real_epoch(self, number) if ahead else logged(self, number)
 
 
-def logged(self: loading.Plan, number: int):
+def logged(self: Plan, number: int):
     """Log what each step takes, under its epoch and the number of samples still to come in it."""
     left = self.per_epoch - (self.taken if number == self.first_epoch else 0)
     for step in real_epoch(self, number):
@@ -237,7 +237,7 @@ def listen(hosts: list[str]):
 
 
 connection.listen = listen
-os.fsync, Path.replace, mnist.scaled, loading.Plan.epoch = fsync, replace, scaled, epoch
+os.fsync, Path.replace, mnist.scaled, Plan.epoch = fsync, replace, scaled, epoch
 checkpoints.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
 if __name__ == "__main__":  # a DataLoader worker imports this file, too

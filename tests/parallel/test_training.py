@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvdtrain.loop import optimizers
+from hvdtrain.loop import optim
 from hvdtrain.output.run_output import parameters_sha256
 from tests.parallel.test_loop import N, a_run, alone
 from tests.single.training.small import fit
@@ -28,7 +28,7 @@ def train(engine, flags="--batch-size 3", *, seed=1, name="sgd"):
     losses: list[float] = []
     with a_run(engine, *flags.split()) as run:
         net = model(seed)
-        replica, _ = run.prepare(net, optimizers.build_optimizer(name, net.parameters(), 0.1, 0.9, 1e-3))
+        replica, _ = run.prepare(net, optim.build_optimizer(name, net.parameters(), 0.1, 0.9, 1e-3))
         loss_of = lambda step, x, y: F.cross_entropy(replica(x), y)  # noqa: E731
         fit(run, [SAMPLES, LABELS], loss_of, each=lambda step: losses.append(step.loss))
         with run.evaluating(N) as mine:
@@ -46,7 +46,7 @@ def train_alone(batch_size, name="sgd", gradient_factor=1):
         losses.append(loss.item())
         return loss * gradient_factor
 
-    alone(net, optimizers.build_optimizer(name, net.parameters(), 0.1, 0.9, 1e-3), batch_size, loss_of)
+    alone(net, optim.build_optimizer(name, net.parameters(), 0.1, 0.9, 1e-3), batch_size, loss_of)
     return net, losses, F.cross_entropy(net(SAMPLES), LABELS).item()
 
 
@@ -106,7 +106,7 @@ def test_ranks_that_start_apart_end_with_the_same_bits(engine):
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(engine, name):
     net = model(1 + engine.rank)
-    wrapped = optimizers.build_optimizer(name, net.parameters(), 0.1, 0.9, 0.1)
+    wrapped = optim.build_optimizer(name, net.parameters(), 0.1, 0.9, 0.1)
     _, optimizer = engine.distribute(net, wrapped)
     engine.broadcast(net, optimizer)
     assert optimizer.state_dict()["state"] == {}
@@ -116,9 +116,9 @@ def test_broadcast_moves_neither_weights_nor_state_of_rank_zero(engine, name):
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_rank_without_optimizer_state_receives_it(engine, name):
     net = model(1)
-    _, optimizer = engine.distribute(net, optimizers.build_optimizer(name, net.parameters(), 0.1, 0.9, 0.1))
+    _, optimizer = engine.distribute(net, optim.build_optimizer(name, net.parameters(), 0.1, 0.9, 0.1))
     other = model(1)
-    plain = optimizers.build_optimizer(name, other.parameters(), 0.3, 0.9, 0.1)
+    plain = optim.build_optimizer(name, other.parameters(), 0.3, 0.9, 0.1)
     F.cross_entropy(other(SAMPLES), LABELS).backward()
     plain.step()
     if engine.rank == 0:  # as after reading a checkpoint

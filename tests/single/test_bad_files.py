@@ -21,8 +21,9 @@ from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.own import IN_STEPS
 from hvdtrain.checkpoint.randomness import Generators
+from hvdtrain.datasets import decoding, shards
 from hvdtrain.datasets import mnist as mnist_files
-from hvdtrain.datasets import shards
+from hvdtrain.datasets.images import UNREADABLE
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.loop.prepare import prepare
@@ -135,10 +136,9 @@ def shard_directory(tmp_path: Path) -> Path:
 def test_any_index_of_shards_is_refused_or_right(name, content, engine, tmp_path):
     directory = shard_directory(tmp_path)
     (directory / "train" / name).write_bytes(content)
-    options = dict(side=8, seed=1, workers=0, classes=None)
     try:
         with little_memory():
-            source = shards.open_shards(engine, directory, (None, None), **options)
+            source = shards.open_shards(engine, directory, (None, None), 8, classes=None)
     except UserError as error:
         one_line(error)
         return
@@ -146,17 +146,8 @@ def test_any_index_of_shards_is_refused_or_right(name, content, engine, tmp_path
         assert source.classes == 3
         assert json.loads(content) == ["a", "b", "c"]
     else:
-        assert source.train_count == 5
+        assert len(source.train) == 5
         assert json.loads(content).get("000000.tar") is None or json.loads(content)["000000.tar"] >= 5
-
-
-class Undecoded:
-    """In place of `Prepare`: takes every image as it is."""
-
-    side = 1
-
-    def __call__(self, content: bytes, epoch: int, name: str) -> torch.Tensor:
-        return torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
 @tried(60)
@@ -164,21 +155,18 @@ class Undecoded:
 def test_of_any_shard_each_sample_is_read_or_reported(content, engine, tmp_path):
     path = tmp_path / "000000.tar"
     path.write_bytes(content)
-    (tmp_path / "sizes.json").write_text('{"000000.tar": 5}')
     with little_memory():
         try:
-            opened, _ = shards.open_indexed(engine, [str(path)], shards.expected_samples([str(path)]))
-        except UserError as error:  # compressed; or of fewer bytes, or more samples, than sizes.json allows
+            (index,) = shards.indexed(engine, [str(path)])
+        except UserError as error:  # compressed
             one_line(error)
-            opened = None
-        batches = []
-        if opened is not None:
-            assert len(opened.table) <= len(content) / 512
-            batches = [shards.ShardBatches(opened, Undecoded(), 3)[0, list(range(len(opened.table)))]]
-    labels = [label for batch in batches for label in batch.labels.tolist()[: batch.samples]]
-    assert all(label in (0, 1, 2) for label in labels)
-    if batches and batches[0].samples < 5:
-        assert batches[0].corrupt or opened.damaged
+            return
+        assert len(index.table) <= len(content) / 512
+        dataset = shards.Shards([str(path)], [index], decoding.Prepare(1, train=False), 3)
+        labels = [dataset[number][1] for number in range(len(dataset))]
+    assert all(label in (0, 1, 2, UNREADABLE) for label in labels)
+    if sum(label >= 0 for label in labels) < 5:
+        assert index.problem or UNREADABLE in labels
 
 
 # Checkpoints

@@ -17,7 +17,6 @@ LONGER = {"hvdtrain/loop/run.py": 627}
 # To become part of another, but for errors.py, which all import and which imports nothing, and what imports a trainer.
 SHORTER = {
     "checkpoint/verify",
-    "datasets/cache",
     "engines/errors",
     "integrations/lightning",
     "models/classifiers",
@@ -26,29 +25,31 @@ SHORTER = {
 COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
     # With batches by the memory of the GPUs, the loader for loops of others, virtual ranks, plots of the report, lost steps.
-    "hvdtrain/*": 2970,
+    # And imagenet, which opens its data and counts what cannot be read, as any program does.
+    "hvdtrain/*": 3000,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1370,
-    "hvdtrain/checkpoint": 3180,  # with one state of many ranks, numbers that a state lacks, modes of modules
+    "hvdtrain/checkpoint": 3140,  # with one state of many ranks, numbers that a state lacks, modes of modules
     "hvdtrain/checks": 440,
-    "hvdtrain/datasets": 1910,
-    "hvdtrain/engines": 4730,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
+    "hvdtrain/datasets": 1580,
+    # The reason of any error, too.
+    "hvdtrain/engines": 4740,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1150,  # with --virtual-ranks
     "hvdtrain/guards": 1650,
-    "hvdtrain/inputs": 2820,  # with what persistent workers do not see, samplers without an engine, virtual ranks, restart
+    "hvdtrain/inputs": 2690,  # with what persistent workers do not see, samplers without an engine, virtual ranks, restart
     "hvdtrain/integrations": 50,
     "hvdtrain/launching": 2320,  # with the question whether forked ranks keep CUDA
-    "hvdtrain/loop": 3180,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
+    "hvdtrain/loop": 3170,  # with the table of refusals, --virtual-ranks and the order in optimizers, a `break` told
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
-    "hvdtrain/output": 1590,  # with --virtual-ranks
+    "hvdtrain/output": 1580,  # with --virtual-ranks
     "hvdtrain/training": 20,
     "launch": 4830,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
     "tests/audited": 380,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
-    "tests/bench": 1730,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
+    "tests/bench": 1740,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1770,
     "tests/device": 660,
-    "tests/e2e": 6840,  # with an export and a loss of one rank alone, an older stop under Slurm, trainers of others
+    "tests/e2e": 6830,  # with an export and a loss of one rank alone, an older stop under Slurm, trainers of others
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 710,  # with --virtual-ranks
@@ -57,7 +58,7 @@ BUDGETS = {
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
-    "tests/single": 23490,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
+    "tests/single": 23310,  # and batches by memory, exact_loader, --virtual-ranks and modes of modules, restart=True
     "tests/twins": 1850,
 }
 

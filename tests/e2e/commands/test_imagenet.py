@@ -122,24 +122,19 @@ def test_broken_data_is_named_and_counted_up_to_the_limit(kind, limit, code, two
     if code == 2:
         ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.imagenet: error: ")]
         assert len(ours) == 1, done
-        assert "samples cannot be read, such as " in ours[0]
-        assert "--max-corrupt allows 2: fix the data, or raise it" in ours[0]
+        assert "samples cannot be read: --max-corrupt allows 2: fix the data, or raise it" in ours[0]
         assert "Traceback" not in done.stderr, done
         return
     out = root / f"{kind}-{limit}"
     result = summary(out)
-    told = {line["file"]: line["samples"] for line in events(out, "corrupt")}
-    assert {str(path) for path in broken} <= set(told)
-    assert all(f"skipped: {path}: " in done.stdout for path in broken)
-    assert result["corrupt"] == sum(told.values()) == (len(broken) if kind == "folder" else result["corrupt"])
-    in_train, in_test = (
-        sum(count for file, count in told.items() if f"{root}/broken-{kind}/{split}/" in file)
-        for split in ("train", "val")
-    )
-    assert result["test_count"] + in_test == image_set.TEST
-    # An epoch of shards has what their index has; a folder's images are found corrupt only when they are read.
-    epoch = image_set.TRAIN - (in_train if kind == "shards" else 0)
-    assert (result["samples"], result["steps"]) == (2 * epoch, 2 * -(-epoch // 16))
+    assert all(f"skipped: {path}: " in done.stdout + done.stderr for path in broken), done
+    if kind == "folder":  # three of them in train/
+        assert result["corrupt"] == len(broken)
+        assert (result["samples"], result["test_count"]) == (2 * image_set.TRAIN, image_set.TEST - 1)
+    else:  # an epoch of shards has what their indexes have
+        lost = 2 * image_set.TRAIN - result["samples"]
+        assert result["corrupt"] == lost // 2 + image_set.TEST - result["test_count"] > 2
+    assert result["steps"] == 2 * -(-result["samples"] // 2 // 16)
 
 
 @pytest.mark.slow

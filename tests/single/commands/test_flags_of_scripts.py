@@ -17,7 +17,7 @@ from PIL import Image
 from hvdtrain import imagenet, lm, mnist
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
-from hvdtrain.datasets import decoding, images, make_shards
+from hvdtrain.datasets import decoding, make_shards
 from hvdtrain.datasets import mnist as mnist_files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
@@ -347,7 +347,6 @@ def test_workers_load_the_images(tmp_path, monkeypatch):
 
     real = loading.loader
     monkeypatch.setattr(loading, "loader", loader)
-    monkeypatch.setattr(images, "loader", loader, raising=False)
     monkeypatch.setattr(imagenet, "start_workers_early", lambda: None)
     folder = image_set.write(tmp_path, TRAIN, TEST)
     trained(imagenet, f"--data-dir {folder} --batch-size 6 --image-size 33 {SMALL_IMAGES} --workers 3")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.datasets import cache, mnist
+from hvdtrain.datasets import mnist
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.files import cache_directory
 from tests.single.data import fake_mnist as fake
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -81,7 +82,7 @@ def test_into_the_cache_when_no_directory_is_named(tmp_path, mirrors):
         mirrors(url)
         for _ in range(2):
             assert "datasets/mnist (content verified)" in mnist.load("auto").reason
-    assert good(cache.directory("mnist"))
+    assert good(cache_directory("mnist"))
     assert list((tmp_path / "d").iterdir()) == []
     assert asked.total() == 4
 

@@ -1,16 +1,15 @@
-"""Image folders, shards and synthetic images in one process: who gets which sample, and what of corrupt ones."""
+"""Image folders and shards in one process: which samples there are, how they are decoded, and what of unreadable ones."""
 
 import functools
 import io
 import os
 import pickle
-import random
 import re
 import shutil
 import struct
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +18,10 @@ from PIL import Image
 
 from hvdtrain import imagenet
 from hvdtrain.datasets import decoding, images, make_shards, shards
-from hvdtrain.datasets.corrupt import CorruptSample, CorruptSamples
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
-from hvdtrain.loop import optimizers
-from hvdtrain.loop.evaluation import Evaluation, Means
-from hvdtrain.loop.state import Initial, TrainState
+from hvdtrain.loop import optim
 from hvdtrain.models import classifiers as models
-from hvdtrain.output.run_output import RunOutput
 from tests import image_set
 
 pytestmark = image_set.needs_torchvision
@@ -51,91 +46,41 @@ def own_tars(tars, tmp_path) -> Path:
     return Path(shutil.copytree(tars, tmp_path / "tars"))
 
 
+def data_of(flags: str, engine, **options: Any) -> imagenet.ImageData:
+    run = SimpleNamespace(device=engine.device, engine=engine, raising_together=engine.raising_together, size=1, rank=0)
+    run.describe_data, run.summary = (lambda *_, **__: None), (lambda **_: None)
+    run.say, run.to_device = print, lambda *tensors: tensors
+    vars(run).update(options)
+    return imagenet.open_data(imagenet.parse(flags.split()), run)
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cuda", 256), ("cpu", imagenet.TEST_BATCH)])
-def test_evaluations_on_a_gpu_have_batches_of_the_trainings_size(device, expected, folder, engine, monkeypatch):
+def test_evaluations_on_a_gpu_have_batches_of_the_trainings_size(device, expected, folder, engine):
     """The name of a device is a stand-in for a GPU: nothing is computed."""
-    run = SimpleNamespace(device=torch.device(device), engine=engine, raising_together=engine.raising_together)
-
-    def opened(*_: object, test_batch: int, **how: object) -> None:
-        raise InterruptedError(test_batch)
-
-    monkeypatch.setattr(imagenet, "open_folder", opened)
-    with pytest.raises(InterruptedError, match=f"^{expected}$"):
-        imagenet.open_source(imagenet.parse(f"--batch-size 256 --workers 0 --data-dir {folder}".split()), run)
+    flags = f"--batch-size 256 --workers 0 --data-dir {folder}"
+    assert data_of(flags, engine, device=torch.device(device)).test.batch_size == expected
 
 
-def test_batches_of_a_folder_follow_the_order_of_the_interface(folder, engine):
-    source = images.open_folder(engine, folder, side=SIDE, seed=3, workers=0)
-    plan = loading.Plan(48, 48, 3, epochs=2, rank=1, size=2, batch_size=7)
-    got = [batch.labels.tolist() for batch in source.train(plan)]
-    labels = torch.tensor([label for label in range(6) for _ in range(8)])  # in order of class
-    expected = []
-    for epoch in range(2):
-        mine = labels[torch.randperm(48, generator=torch.Generator().manual_seed(3 + epoch))[1::2]]
-        expected += [some.tolist() for some in mine.split(7)]
-    assert got == expected
-
-
-@pytest.mark.parametrize("kind", ["folder", "shards"])
-def test_an_evaluation_has_batches_of_the_size_that_it_is_given(kind, folder, tars, engine):
-    options = dict(side=SIDE, seed=1, workers=0, test_batch=9)
-    if kind == "folder":
-        source = images.open_folder(engine, folder, **options)
-    else:
-        source = shards.open_shards(engine, tars, (None, None), classes=None, **options)
-    sizes = [loaded.samples for loaded in source.test()]
-    assert sizes == [9] * (sum(sizes) // 9) + [sum(sizes) % 9]
-
-
-@pytest.mark.parametrize("kind", ["folder", "shards"])
-def test_images_do_not_depend_on_workers_and_change_with_the_epoch(kind, folder, tars, engine, worker_server):
-    def batches(workers: int, size: int = 1) -> list[torch.Tensor]:
-        if kind == "folder":
-            source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=workers)
-        else:
-            options = dict(side=SIDE, seed=1, workers=workers, classes=None)
-            source = shards.open_shards(engine, tars, (None, None), **options)
-        plan = loading.Plan(48, 48, 1, epochs=2, rank=0, size=size, batch_size=8)
-        return [batch.images for batch in source.train(plan)]
-
-    def pictures(some: list[torch.Tensor]) -> Counter[bytes]:
-        return Counter(image.numpy().tobytes() for batch in some for image in batch)
-
-    state = torch.get_rng_state()
-    alone = batches(0)
-    assert torch.equal(torch.get_rng_state(), state)  # dropout's draws are not ours
-    assert all(torch.equal(a, b) for a, b in zip(alone, batches(0), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(alone, batches(2), strict=True))
-    assert not pictures(alone[:6]) & pictures(alone[6:])  # the second epoch cuts other parts
+@pytest.mark.parametrize(("flags", "samples", "shuffled"), [("", 48, True), ("--train-samples 9", 9, False)])
+def test_an_epoch_has_as_many_samples_as_are_asked_for(flags, samples, shuffled, folder, engine):
+    train = data_of(f"--workers 0 --batch-size 4 --data-dir {folder} {flags}", engine).train
+    assert (len(train.sampler), train.sampler.num_samples == len(train.dataset)) == (samples, shuffled)
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
 def test_an_input_worker_of_a_rank_with_a_gpu_does_not_start_cuda(kind, folder, tars, engine, monkeypatch):
     """What is sent to the workers names no device: CUDA would take 0.5 GB of GPU memory in each."""
-    engine.device = torch.device("cuda", 0)
-    sent = []
-
-    def noted(dataset, workers, device, jobs, **options):
-        sent.append(pickle.dumps((dataset, next(iter(jobs)))))
-        return []
 
     def start() -> None:
         raise AssertionError("CUDA started in a DataLoader worker")
 
-    if kind == "folder":
-        source = images.open_folder(engine, folder, side=SIDE, seed=1, workers=2)
-    else:
-        source = shards.open_shards(engine, tars, (None, None), side=SIDE, seed=1, workers=2, classes=None)
-    monkeypatch.setattr(images, "loader", noted)
-    monkeypatch.setattr(shards, "loader", noted)
-    flags = SimpleNamespace(seed=1, batch_size=8, accumulate=1)
-    source.train(images.Images(engine, source, 1, 8, None).plan(engine, flags, Initial(1, 8, 1), TrainState(), 1))
-    source.test()
+    where = folder if kind == "folder" else tars
+    flags = f"--dataset {kind} --data-dir {where} --workers 2 --image-size {SIDE}"
+    data = data_of(flags, engine, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "_lazy_init", start)
-    for bundle in sent:
-        dataset, job = pickle.loads(bundle)
-        assert dataset[job].samples > 0
-    assert len(sent) == 2
+    for loader in (data.train, data.test):
+        image, label = pickle.loads(pickle.dumps(loader.dataset))[5]
+        assert (image.shape, 0 <= label < 6) == ((3, SIDE, SIDE), True)
 
 
 def jpeg(mode: str = "RGB", kind: str = "JPEG", **options) -> bytes:
@@ -217,69 +162,45 @@ def test_an_image_is_decoded_at_a_fraction_of_its_size_rounded_up(decoder, monke
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_reduced_decode_prepares_the_same_image_within_a_grey_level(train, monkeypatch):
-    prepare, photo = decoding.Prepare(32, 1, train=train, reduced=True), photograph(904, 1200)
-    decode, random_part = decoding.decode, decoding.random_part
+    prepare, photo = decoding.Prepare(32, train=train, reduced=True), photograph(904, 1200)
+    decode, part = decoding.decode, decoding.Prepare._part
     scales = []
 
-    def part_of_whole(image, box, side, draw):
-        return random_part(image, tuple(length * scales[-1] for length in box), side, draw)
+    def part_of_whole(prepare, image, box):
+        return part(prepare, image, tuple(length * scales[-1] for length in box))
 
     for number in range(40):
         with monkeypatch.context() as patch:
             patch.setattr(decoding, "decode", lambda content, scale=1: scales.append(scale) or decode(content, scale))
-            reduced = prepare(photo, 0, f"{number}.jpg").float()
+            torch.manual_seed(number)
+            reduced = prepare(photo).float()
             patch.setattr(decoding, "decode", lambda content, scale=1: decode(content))
-            patch.setattr(decoding, "random_part", part_of_whole)
-            whole = prepare(photo, 0, f"{number}.jpg").float()
+            patch.setattr(decoding.Prepare, "_part", part_of_whole)
+            torch.manual_seed(number)
+            whole = prepare(photo).float()
         assert (reduced - whole).abs().mean() < 1
     assert set(scales) == ({2, 4, 8} if train else {8})
+
+
+def prepared(content: bytes, seed: int, **options: bool) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return decoding.Prepare(224, train=True, **options)(content)
 
 
 def test_an_image_too_small_to_be_reduced_keeps_its_pixels():
     for content in (photograph(), jpeg(kind="PNG")):
         for number in range(5):
-            whole, reduced = (
-                decoding.Prepare(224, 1, train=True, reduced=reduced)(content, 0, f"{number}")
-                for reduced in (False, True)
-            )
-            assert torch.equal(whole, reduced)
+            assert torch.equal(prepared(content, number), prepared(content, number, reduced=True))
 
 
-def test_random_parts_are_distributed_as_torchvisions():
-    from torchvision.transforms import RandomResizedCrop
+def test_parts_are_cut_and_flipped_as_torchvision_does():
+    from torchvision.transforms import v2
 
-    torch.manual_seed(1)
-    draw, picture = random.Random(1), torch.zeros(3, 375, 500)
-    ours = torch.tensor([decoding.random_box(375, 500, draw) for _ in range(4000)]).double()
-    scale, ratio = [0.08, 1.0], [3 / 4, 4 / 3]
-    theirs = torch.tensor([RandomResizedCrop.get_params(picture, scale, ratio) for _ in range(4000)]).double()
-    for boxes in (ours, theirs):
-        top, left, height, width = boxes.T
-        assert (torch.stack([top, left, 375 - top - height, 500 - left - width]) >= 0).all()
-        assert (height > 0).all()
-    tolerance = 4 * (2 / 4000) ** 0.5  # of a mean of 4,000, in standard deviations
-    for column in range(4):
-        a, b = ours[:, column], theirs[:, column]
-        assert abs(a.mean() - b.mean()) < tolerance * b.std(), column
-        assert abs(a.std() / b.std() - 1) < 0.1, column
-    areas = [float((boxes[:, 2] * boxes[:, 3]).mean()) / (375 * 500) for boxes in (ours, theirs)]
-    assert areas[0] == pytest.approx(areas[1], abs=0.02)
-
-
-@pytest.mark.parametrize("size", [(1, 1000), (1000, 1), (1, 1), (10, 300)])
-def test_of_a_narrow_image_the_middle_is_taken_as_torchvision_has_it(size):
-    from torchvision.transforms import RandomResizedCrop
-
-    class Least(random.Random):
-        """Draws whatever fits no such image."""
-
-        def uniform(self, low: float, high: float) -> float:
-            return 1e9 if high == 1.0 else low
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "uniform_", lambda tensor, low, high: tensor.fill_(1e9 if high == 1.0 else low))
-        theirs = RandomResizedCrop.get_params(torch.zeros(3, *size), [0.08, 1.0], [3 / 4, 4 / 3])
-    assert decoding.random_box(*size, Least()) == tuple(theirs)
+    theirs = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
+    whole = decoding.decode(photograph())
+    for number in range(5):
+        torch.manual_seed(number)
+        assert torch.equal(theirs(whole), prepared(photograph(), number)), number
 
 
 @pytest.mark.parametrize(
@@ -301,7 +222,7 @@ def test_an_image_is_of_a_format_that_folders_have_and_no_program_is_run_for_it(
     others = [jpeg(kind=kind) for kind in ("JPEG2000", "GIF", "PCX", "ICO")]
     for content in (postscript, *others):
         with pytest.raises(ValueError, match="not an image of a known format: JPEG, PNG"):
-            decoding.Prepare(SIDE, train=True, reduced=True)(content, 0, "a.jpg")
+            decoding.Prepare(SIDE, train=True, reduced=True)(content)
     assert not ran.exists()
     for kind in ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP"):
         assert decoding.decode(jpeg(kind=kind)).shape == (3, 30, 40)
@@ -336,40 +257,48 @@ def test_links_to_a_directory_above_are_refused(folder, tmp_path):
         images.list_folder(root)
 
 
-def test_broken_files_of_a_folder_are_named_and_the_others_stay(folder, engine, tmp_path):
+def test_broken_files_of_a_folder_are_named_and_are_of_no_class(folder, engine, tmp_path, capsys):
     root = Path(shutil.copytree(folder, tmp_path / "copy"))
     victims = sorted((root / "val" / "red").iterdir())[:4]
     victims[0].write_bytes(b"")
     victims[1].write_bytes(victims[1].read_bytes()[:-200])
-    source = images.open_folder(engine, root, side=SIDE, seed=1, workers=0)
+    _, test, _ = images.open_folders(engine, root, SIDE)
     victims[2].unlink()
     victims[3].unlink()
     os.mkfifo(victims[3])
-    batches = list(source.test())
-    assert sum(batch.samples for batch in batches) == 27
-    assert all(len(batch.images) == len(batch.labels) == batch.samples for batch in batches)
-    corrupt = {each.name: each.why for batch in batches for each in batch.corrupt}
-    assert set(corrupt) == {str(path) for path in victims}
-    assert corrupt[str(victims[2])] == "No such file or directory"
-    assert corrupt[str(victims[3])] == "a pipe or a device, not a file"
+    found = [test[index] for index in range(len(test))]
+    assert [label for _, label in found].count(images.UNREADABLE) == 4
+    assert {image.shape for image, _ in found} == {(3, SIDE, SIDE)}
+    told = dict(line.removeprefix("warning: skipped: ").split(": ", 1) for line in capsys.readouterr().err.splitlines())
+    assert set(told) == {str(path) for path in victims}
+    assert told[str(victims[2])] == "No such file or directory"
+    assert told[str(victims[3])] == "a pipe or a device, not a file"
 
 
-@pytest.fixture
-def output():
-    lines: list[str] = []
-    return SimpleNamespace(lines=lines, say=lines.append, event=lambda name, **fields: None)
+def test_unreadable_samples_of_an_epoch_are_counted_up_to_the_limit(engine):
+    run, said = SimpleNamespace(engine=engine, summary=lambda **fields: said.append(fields)), []
+    unreadable = imagenet.Unreadable(run, 0.1, 30, lost=1)
+    for _ in range(2):  # as many in each epoch
+        unreadable.count(torch.tensor([-100, 1, -100]))
+        unreadable.settle()
+        unreadable.settle(ended=True)
+    assert said == [{"corrupt": 3}, {"corrupt": 3}]
+    unreadable.count(torch.tensor([-100] * 3))
+    with pytest.raises(
+        UserError, match=r"^4 samples cannot be read: --max-corrupt allows 3: fix the data, or raise it$"
+    ):
+        unreadable.settle()
 
 
-def test_losses_count_a_name_once_and_stop_over_the_limit(engine, output):
-    losses = CorruptSamples(0.1, 30)
-    for _ in range(3):
-        losses.note([CorruptSample("a", "cut"), CorruptSample("b", "cut", lost=2)])
-        losses.settle(engine, output)
-    assert (losses.total(), losses.limit) == (3, 3)
-    assert output.lines == ["skipped: a: cut", "skipped: b: cut"]
-    losses.note([CorruptSample("c", "empty")])
-    with pytest.raises(UserError, match=r"4 samples cannot be read, such as c \(empty\): --max-corrupt allows 3: fix"):
-        losses.settle(engine, output)
+def test_an_unreadable_sample_has_no_part_in_loss_and_accuracy():
+    """The others keep their weight."""
+    logits, labels = torch.randn(4, 6, requires_grad=True), torch.tensor([1, -100, 3, 2])
+    losses = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+    assert losses[1] == 0
+    (losses.sum() / 4).backward()
+    alone = logits.detach().clone().requires_grad_()
+    (torch.nn.functional.cross_entropy(alone[[0, 2, 3]], labels[[0, 2, 3]], label_smoothing=0.1) * 3 / 4).backward()
+    assert torch.allclose(logits.grad, alone.grad)
 
 
 def test_patterns(tars, monkeypatch):
@@ -383,14 +312,13 @@ def test_patterns(tars, monkeypatch):
             shards.find("train", pattern, None)
 
 
-def test_synthetic_batches_have_the_planned_sizes(engine):
-    source = images.open_synthetic(engine, SIDE, 8, classes=5, train_count=20, test_count=11)
-    plan = loading.Plan(20, 20, 1, epochs=1, rank=0, size=1, batch_size=8)
-    batches = list(source.train(plan))
-    assert [batch.samples for batch in batches] == [8, 8, 4]
-    assert batches[0].images.data_ptr() == batches[1].images.data_ptr()
-    assert sum(batch.samples for batch in source.test()) == 11
-    assert int(batches[0].labels.max()) < 5
+def test_synthetic_batches_are_the_first_of_the_same_images(engine):
+    data = data_of(f"--dataset synthetic --classes 5 --train-samples 20 --batch-size 8 --image-size {SIDE}", engine)
+    batches = [data.batch(SimpleNamespace(indices=range(count))) for count in (8, 4)]
+    assert [len(images) for images, _ in batches] == [8, 4]
+    assert batches[0][0].data_ptr() == batches[1][0].data_ptr()
+    assert int(batches[0][1].max()) < 5
+    assert (data.train, data.test, [len(x) for x, _ in data.test_batches(slice(0, 2))]) == (20, 2, [2])
 
 
 REFUSALS = {
@@ -466,28 +394,9 @@ def test_models_give_one_output_in_training(name, side):
     assert model(torch.zeros(2, 3, side, side)).shape == (2, 7)
 
 
-def test_evaluation_counts_readable_samples_only(engine):
-    """As imagenet evaluates: the first, and the first five."""
-    logits = torch.eye(8)[[3, 3, 0]] + torch.arange(8, 0, -1) / 100  # best, then 0, 1, 2, ...
-    labels = torch.tensor([3, 2, 7])  # first; among the first five; neither
-    batches = [
-        loading.Loaded(logits[:2], labels[:2], 2, []),
-        loading.Loaded(logits[2:], labels[2:], 1, []),
-        loading.Loaded(logits[:1], labels[:1], 0, [CorruptSample("x", "y")]),
-    ]
-    source = loading.Source("test", "", 8, 9, lambda plan: [], lambda: batches, corrupt=CorruptSamples(1, 9))
-    evaluation = Evaluation(engine, source, lambda _: images.evaluated_images(engine, source, 1), lambda: None, Means())
-    for outputs, truth in evaluation.mine():
-        hits = outputs.topk(5).indices == truth[:, None]
-        evaluation.add({"first": hits[:, 0], "five": hits.any(1)}, None)
-    assert evaluation.means() == {"first": pytest.approx(1 / 3), "five": pytest.approx(2 / 3), "count": 3}
-    source.corrupt.settle(engine, RunOutput(engine, None, progress=False))
-    assert source.corrupt.total() == 1
-
-
 def test_biases_and_norms_do_not_decay():
     model = models.build_model("resnet18", 5, SIDE)
-    built = optimizers.build_optimizer("sgd", optimizers.decay_groups(model), 0.1, 0.9, 5e-5)
+    built = optim.build_optimizer("sgd", optim.decay_groups(model), 0.1, 0.9, 5e-5)
     decay = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         norm_or_bias = "bn" in name or "downsample.1" in name or name.endswith("bias")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.datasets import cache, mnist
+from hvdtrain.datasets import mnist
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.files import cache_directory
 from tests.single.data import fake_mnist as fake
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = fake.NAMES
@@ -71,7 +72,7 @@ def test_without_a_directory_data_and_the_cache_are_searched() -> None:
     assert digits.name == "digits"
     assert digits.reason.endswith("because MNIST is missing: no MNIST in ./data or the cache, and downloads are off")
     assert mnist.load("digits").reason.endswith("as asked")
-    shared = fake.write(cache.directory("mnist"), compressed=True)
+    shared = fake.write(cache_directory("mnist"), compressed=True)
     assert mnist.load("auto").reason == f"MNIST from {shared} (content verified)"
     fake.write(Path("data/MNIST/raw"))
     data = mnist.load("auto")
@@ -161,15 +162,15 @@ def test_a_gzip_bomb_is_not_unpacked_and_a_sparse_giant_not_read(tmp_path: Path)
 
 def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
     fake.write(tmp_path / "d", compressed=True)
-    shared = cache.directory("mnist")
+    shared = cache_directory("mnist")
     shared.chmod(0o777)
-    assert cache.directory("mnist") is None
+    assert cache_directory("mnist") is None
     check(mnist.load("mnist", tmp_path / "d"))
     assert not list(shared.iterdir())
     shared.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(shared, 12345, 12345)
-        assert cache.directory("mnist") is None
+        assert cache_directory("mnist") is None
 
 
 # The real one

@@ -1,9 +1,8 @@
-"""Tar shards by index: one order on any ranks and workers, exact resumption, and what of shards and indexes that changed."""
+"""Tar shards by index: which samples they have, and what of shards and indexes that changed."""
 
 import bz2
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
@@ -17,30 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hvdtrain.datasets import make_shards, shard_index, shards
-from hvdtrain.datasets.shard_index import obtain, save, scan
+from hvdtrain.datasets import decoding, make_shards, shards
+from hvdtrain.datasets.images import UNREADABLE
+from hvdtrain.datasets.shards import obtain, save, scan
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.inputs import loading, sharding
 from tests import image_set
 from tests.single.examples import little_memory, one_line, spoilt, tried
 
 pytestmark = image_set.needs_torchvision
 TRAIN, TEST = 48, 31
-
-
-class Numbered:
-    """In place of `Prepare`: the image that comes out is the sample's number, as pixels."""
-
-    side = 1
-
-    def __init__(self, *arguments, **options):
-        pass
-
-    def __call__(self, content: bytes, epoch: int, name: str) -> torch.Tensor:
-        assert content[:2] == b"\xff\xd8"  # a JPEG file, from its first byte
-        return torch.tensor(list(int(name).to_bytes(3)), dtype=torch.uint8).view(3, 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -65,74 +51,28 @@ def no_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
 
 
-@pytest.fixture
-def numbered(monkeypatch):
-    monkeypatch.setattr(shards, "Prepare", Numbered)
-
-
-def open_them(directory: Path, workers: int = 0) -> tuple[loading.Source, SerialEngine]:
+def open_them(directory: Path) -> tuple[shards.Opened, SerialEngine]:
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     engine.device = torch.device("cpu")
-    options = dict(side=32, seed=1, workers=workers, classes=None)
-    return shards.open_shards(engine, directory, (None, None), **options), engine
+    return shards.open_shards(engine, directory, (None, None), 32, classes=None), engine
 
 
-def numbers(batch: loading.Loaded) -> list[int]:
-    return [int.from_bytes(bytes(image.flatten().tolist())) for image in batch.images[: batch.samples]]
+def unread(dataset: shards.Shards, capsys) -> dict[str, str]:
+    """Read all samples, and return why some could not be, by name."""
+    lost = [dataset[index][1] for index in range(len(dataset))].count(UNREADABLE)
+    lines = [line.removeprefix("warning: skipped: ") for line in capsys.readouterr().err.splitlines()]
+    assert len(lines) == lost
+    return {f"{file}: {sample}": why for file, sample, why in (line.split(": ", 2) for line in lines)}
 
 
-def plan_of(rank: int, size: int, epochs: int = 1, **options) -> loading.Plan:
-    return loading.Plan(TRAIN, TRAIN, 1, epochs, rank, size, 12 // size, **options)
-
-
-def steps_taken(source: loading.Source, size: int, **options) -> list[list[int]]:
-    """The samples of each step in the order of positions: rank r has every size-th from r."""
-    ranks = [map(numbers, source.train(plan_of(rank, size, **options))) for rank in range(size)]
-    steps = []
-    for parts in zip(*ranks, strict=True):
-        turns = itertools.zip_longest(*parts)
-        steps.append([number for turn in turns for number in turn if number is not None])
-    return steps
-
-
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (3, 0), (4, 0), (1, 3)])
-def test_one_order_on_any_number_of_ranks_and_workers(size, workers, tars, numbered, worker_server):
-    source, _ = open_them(tars, workers)
-    steps = steps_taken(source, size, epochs=2)
-    orders = [sharding.epoch_order(TRAIN, 1, epoch) for epoch in range(2)]  # as of a folder
-    assert steps == [some.tolist() for order in orders for some in order.split(12)]
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
-def test_resumed_inside_an_epoch_on_other_ranks_with_exactly_the_rest(before, after, tars, numbered):
-    source, _ = open_them(tars)
-    whole = steps_taken(source, before, epochs=2)
-    rest = steps_taken(source, after, epochs=2, first_epoch=0, taken=24, global_batch=12)
-    assert whole[:2] + rest == whole
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-def test_each_test_image_once_over_all_ranks(size, tars, monkeypatch, numbered):
-    seen = []
-    for rank in range(size):
-        source, engine = open_them(tars)
-        monkeypatch.setattr(engine, "rank", rank)
-        monkeypatch.setattr(engine, "size", size)
-        seen += [number for batch in source.test() for number in numbers(batch)]
-    assert sorted(seen) == list(range(TEST))
-
-
-def test_labels_are_those_of_the_folder(tars, engine):
-    source, _ = open_them(tars)
-    labels = torch.cat([batch.labels for batch in source.train(plan_of(0, 1))])
-    assert sorted(labels.tolist()) == sorted(list(range(6)) * 8)
-    keys = []
+def test_labels_are_those_of_the_folder(tars):
+    """In the order of the members, across all files."""
+    train, labels = open_them(tars)[0].train, []
     for path in sorted((tars / "train").glob("*.tar")):
         with tarfile.open(path) as tar:
-            keys += [name.removesuffix(".jpg") for name in tar.getnames() if name.endswith(".jpg")]
-    names = shards.find("train", None, tars)
-    dataset = shards.ShardBatches(shards.open_indexed(engine, names, [None] * len(names))[0], Numbered(), 6)
-    assert [dataset.name(index).rpartition(": ")[2] for index in range(TRAIN)] == keys
+            labels += [int(tar.extractfile(name).read()) for name in tar.getnames() if name.endswith(".cls")]
+    assert [train[index][1] for index in range(len(train))] == labels
+    assert sorted(labels) == sorted(list(range(6)) * 8)
 
 
 def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_path):
@@ -144,21 +84,18 @@ def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_p
             Image.new("L", (8, 8), 99).save(tmp_path / "folder" / split / "a" / f"x{ending}")
         make_shards.make(tmp_path / "folder" / split, tmp_path / split, per_shard=99, seed=1)
     count = len(IMG_EXTENSIONS)
-    (batch,) = open_them(tmp_path)[0].train(loading.Plan(count, count, 1, 1, 0, 1, count))
-    assert (batch.samples, batch.corrupt) == (count, [])
+    train = open_them(tmp_path)[0].train
+    assert [train[index][1] for index in range(len(train))] == [0] * count
 
 
-def test_few_open_files_change_nothing(tars, monkeypatch, numbered):
-    source, _ = open_them(tars)
-    whole = steps_taken(source, 2)
-    monkeypatch.setattr(shards, "OPEN_FILES", 1)
-    assert steps_taken(source, 2) == whole
-
-
-def test_files_are_closed(tars, numbered):
+def test_files_are_closed(tars, monkeypatch):
+    monkeypatch.setattr(shards, "OPEN_FILES", 2)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    source, _ = open_them(tars)
-    list(source.train(plan_of(0, 1)))
+    train = open_them(tars)[0].train
+    for index in range(TRAIN):
+        assert train.read(index)[0][:2] == b"\xff\xd8"  # a JPEG file, from its first byte
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
+    del train
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -166,12 +103,12 @@ def test_a_shard_is_read_once_and_again_only_if_it_changed(own, monkeypatch):
     first, engine = open_them(own)
     assert engine.notes == []  # make_shards wrote the indexes
     read = []
-    monkeypatch.setattr(shard_index, "scan", lambda path: read.append(path.name) or scan(path))
+    monkeypatch.setattr(shards, "scan", lambda path: read.append(path.name) or scan(path))
     copy = Path(shutil.copytree(own, own.parent / "elsewhere"))
     os.utime(copy / "train" / "000002.tar", (1, 1))
     again, engine = open_them(copy)
     assert read == ["000002.tar"]
-    assert engine.notes == ["1 of 7 shards indexed now, for this and later runs"]
+    assert engine.notes == ["1 of 10 shards indexed now, for this and later runs"]
     assert again.facts == first.facts  # only copied: the same data, wherever it lies
     open_them(copy)
     assert read == ["000002.tar"]
@@ -191,7 +128,7 @@ def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(own, monk
     expected, _ = open_them(own)  # neither there nor in a cache: in memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert open_them(own)[0].facts == expected.facts
-    monkeypatch.setattr(shard_index, "scan", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(shards, "scan", lambda path: pytest.fail("read again"))
     found, engine = open_them(own)
     assert (found.facts, engine.notes) == (expected.facts, [])
     assert not list(own.rglob("*.index"))
@@ -231,7 +168,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, own):
+def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, own, capsys):
     first, _ = open_them(own)
     path = own / "train" / "000002.tar"
     spoil, left, reason = DAMAGES[damage]
@@ -239,19 +176,18 @@ def test_a_shard_that_changed_between_two_runs_is_named_before_training(damage, 
     second, engine = open_them(own)
     differ = {name for name in first.facts | second.facts if first.facts.get(name) != second.facts.get(name)}
     assert differ == {"000002.tar"}
-    assert engine.notes == ["1 of 7 shards indexed now, for this and later runs"]
-    lost = TRAIN - second.train_count
+    assert engine.notes == ["1 of 10 shards indexed now, for this and later runs"]
+    lost = TRAIN - len(second.train)
     assert left is None or lost == 7 - left
     # A new run on what is left: every sample is there or accounted for.
-    batches = list(second.train(loading.Plan(second.train_count, second.train_count, 1, 1, 0, 1, 10)))
-    assert sum(batch.samples for batch in batches) == second.train_count
-    assert [each for batch in batches for each in batch.corrupt] == []
+    assert unread(second.train, capsys) == {}
     if reason is None:
         assert second.damaged == []
     else:
-        (told,) = second.damaged
-        assert (told.name, told.lost) == (str(path), lost)
-        assert reason in told.why
+        ((told, number),) = second.damaged
+        assert number == lost
+        assert told.startswith(f"{path}: ")
+        assert reason in told
 
 
 def test_a_shard_that_is_gone_is_named(own):
@@ -265,43 +201,33 @@ def test_a_shard_that_is_gone_is_named(own):
     assert "000002.tar" not in open_them(own)[0].facts
 
 
-def test_content_that_changed_behind_an_index_is_skipped_and_named(own, numbered):
+def test_content_that_changed_behind_an_index_is_skipped_and_named(own, capsys):
     path = own / "train" / "000002.tar"
     stat = path.stat()
     flip(path, middle_of_an_image(path))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a disk does it
-    source, engine = open_them(own)
+    opened, engine = open_them(own)
     assert engine.notes == []
-    batches = list(source.train(plan_of(0, 1)))
-    (told,) = [each for batch in batches for each in batch.corrupt]
-    assert told.name.startswith(f"{path}: 0000")
-    assert told.why == "has changed since it was indexed"
-    assert sum(batch.samples for batch in batches) == TRAIN - 1
+    assert unread(opened.train, capsys) == {f"{path}: sample 2": "has changed since it was indexed"}
 
 
-def test_an_index_that_points_elsewhere_costs_its_samples(own, numbered):
+def test_an_index_that_points_elsewhere_costs_its_samples(own, capsys):
     """An index with a right digest, of other positions: what is read there does not have its CRC-32."""
     path = own / "train" / "000002.tar"
     index = scan(path)
     for row, change in enumerate(((0, 2**40), (1, 2**27), (0, -512), (0, 0), (1, 2**62))):
         index.table[row, change[0]] = change[1]
     save(path, index)
-    batches = list(open_them(own)[0].train(plan_of(0, 1)))
-    assert sum(batch.samples for batch in batches) == TRAIN - 5
-    assert len([each for batch in batches for each in batch.corrupt]) == 5
+    assert len(unread(open_them(own)[0].train, capsys)) == 5
 
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
-def test_a_shard_lost_during_training_costs_its_samples(how, own, numbered):
-    source, _ = open_them(own)
+def test_a_shard_lost_during_training_costs_its_samples(how, own, capsys):
+    train = open_them(own)[0].train
     path = own / "train" / "000002.tar"
     path.unlink() if how == "gone" else cut(path, 0)
-    batches = list(source.train(plan_of(0, 1)))
-    corrupt = [each for batch in batches for each in batch.corrupt]
-    assert sum(batch.samples for batch in batches) == TRAIN - 7
-    assert sorted(each.name for each in corrupt) == [f"{path}: sample {number}" for number in range(7)]
     reason = "No such file or directory" if how == "gone" else "has changed since it was indexed"
-    assert {each.why for each in corrupt} == {reason}
+    assert unread(train, capsys) == {f"{path}: sample {number}": reason for number in range(7)}
 
 
 def tar_of(path: Path, files: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) -> Path:
@@ -382,15 +308,15 @@ def test_a_sparse_member_is_no_image(tmp_path):
     assert (len(index.table), index.problem) == (0, None)
 
 
-def test_samples_without_image_or_class_are_named(engine, tmp_path):
+def test_samples_without_image_or_class_are_named(engine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(decoding, "decode", lambda content, scale=1: torch.zeros(3, 8, 8, dtype=torch.uint8))
     jpeg = b"\xff\xd8 as far as anybody looks here"
     files = {"a.jpg": jpeg, "a.cls": b"1", "b.cls": b"1", "c.jpg": jpeg, "d.jpg": jpeg, "d.cls": b"6"}
     path = tar_of(tmp_path / "odd.tar", files | {"e.jpg": jpeg, "e.cls": b"cat"})
-    opened, _ = shards.open_indexed(engine, [str(path)], [None])
-    batch = shards.ShardBatches(opened, Numbered(), 6)[0, [0, 1, 2, 3, 4]]
-    assert numbers(batch) == [0]
-    assert {each.name: each.why[:10] for each in batch.corrupt} == {
-        f"{path}: b": "no image i", f"{path}: c": "no class (", f"{path}: d": "class 6 of", f"{path}: e": "no class (",
+    dataset = shards.Shards([str(path)], shards.indexed(engine, [str(path)]), decoding.Prepare(8, train=True), 6)
+    assert {name: why[:10] for name, why in unread(dataset, capsys).items()} == {
+        f"{path}: sample 1": "no image i", f"{path}: sample 2": "no class (", f"{path}: sample 3": "class 6 of",
+        f"{path}: sample 4": "no class (",
     }  # fmt: skip
 
 
@@ -443,10 +369,10 @@ def test_an_index_of_a_billion_samples_takes_no_memory(small):
 
 @pytest.mark.parametrize("said", [None, 5, 6, 10**9])
 def test_samples_that_a_shard_has_lost_are_counted(said, tmp_path):
-    source, _ = open_them(with_sizes(tmp_path, said))
-    assert source.train_count == 5
-    lost = [(each.lost, each.why) for each in source.damaged]
-    assert lost == ([(said - 5, f"5 samples of {said}")] if said and said > 5 else [])
+    opened, _ = open_them(with_sizes(tmp_path, said))
+    assert len(opened.train) == 5
+    told = (f"{tmp_path}/train/a.tar: 5 samples of {said}", said - 5) if said and said > 5 else None
+    assert opened.damaged == ([told] if told else [])
 
 
 @pytest.mark.parametrize("said", [3, -1, "5", 5.0, True])
@@ -468,5 +394,5 @@ def with_sizes(directory: Path, said: object) -> Path:
 
 
 def test_a_class_may_follow_a_byte_order_mark():
-    assert shard_index.class_in("\ufeff7\n".encode()) == 7
-    assert shard_index.class_in("\ufeffcat".encode()) == shard_index.NO_CLASS
+    assert shards.class_in("\ufeff7\n".encode()) == 7
+    assert shards.class_in("\ufeffcat".encode()) == shards.NO_CLASS

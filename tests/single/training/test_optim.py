@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hvdtrain.loop import optim, optimizers
+from hvdtrain.loop import optim
 
 
 def test_onecycle_is_torchs():
@@ -45,9 +45,7 @@ def test_rate_is_not_scaled_where_the_gradient_has_grown_already():
 
 @pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW")])
 def test_optimizers_take_the_flags(name, kind):
-    built = optimizers.build_optimizer(
-        name, [torch.nn.Parameter(torch.zeros(2))], rate=0.5, momentum=0.8, weight_decay=0.1
-    )
+    built = optim.build_optimizer(name, [torch.nn.Parameter(torch.zeros(2))], rate=0.5, momentum=0.8, weight_decay=0.1)
     group = built.param_groups[0]
     assert type(built).__name__ == kind
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
@@ -58,7 +56,7 @@ def test_optimizers_take_the_flags(name, kind):
 def test_fused_is_the_same_up_to_rounding_and_a_loop_where_torch_has_no_kernel(name, monkeypatch):
     def trained(fused: bool) -> tuple[torch.Tensor, bool]:
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
-        optimizer = optimizers.build_optimizer(name, iter([{"params": [weight]}]), 0.1, 0.9, 0.1, fused)
+        optimizer = optim.build_optimizer(name, iter([{"params": [weight]}]), 0.1, 0.9, 0.1, fused)
         for _ in range(6):
             weight.grad = weight.detach().cos()
             optimizer.step()
@@ -86,7 +84,7 @@ def test_eager_optimizers_are_torchs_own_to_the_bit(name, kind):
     options = {"momentum": 0.9} if name == "sgd" else {"betas": (0.9, 0.999)}
     weights = []
     for build in (
-        lambda p: optimizers.build_optimizer(name, p, rate=0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: optim.build_optimizer(name, p, rate=0.1, momentum=0.9, weight_decay=0.1),
         lambda p: kind(p, lr=0.1, weight_decay=0.1, **options),
     ):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
