@@ -139,3 +139,13 @@ def test_a_rank_ends_by_itself_alone(recorder, tmp_path):
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_counts_if_half_of_the_weights_fit(recorder, tmp_path):
+    recorder.ORDER["out"] = str(tmp_path)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(100))])
+    (tmp_path / "deep").mkdir()
+    for at, (name, size) in enumerate((("old", 900), ("deep/half", 200), ("log", 199))):
+        (tmp_path / name).write_bytes(b"x" * size)
+        os.utime(tmp_path / name, (at, at))
+    assert recorder.newest_file(optimizer)[1:] == ["deep/half", 200]
