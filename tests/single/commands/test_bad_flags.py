@@ -44,9 +44,8 @@ REFUSED = {
         "--collectives --min-bytes 8 --max-bytes 4": "--min-bytes 8 is more than --max-bytes 4",
         "--collectives --seconds-per-size 0": "'0' is not a number above 0",
         "--np 2 --engines horovod,smoke": "'smoke' is not one of horovod, horovod-gloo",
-        "--np 1,x": "'x' is not a whole number", "--np 8 --hosts a:4": "--np 8, but --hosts a:4 has 4 slots",
-        "--np 2 --hosts a": "'a' is not NAME:SLOTS",
-        "--np 2 --interface eth0": "--interface joins hosts: name them with --hosts"},
+        "--np 1,x": "'x' is not a whole number", "--np 8 --hosts a:4": "--hosts is no longer a flag: --np measures",
+        "--np 2 --interface eth0": "--interface is no longer a flag: --np measures this host"},
     "reduce": {"--dtype int4": "invalid choice: 'int4'"},
 }  # fmt: skip
 
