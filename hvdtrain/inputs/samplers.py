@@ -1,8 +1,10 @@
 """The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
 
+import base64
 import contextlib
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -16,8 +18,10 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Kind
 from hvdtrain.inputs.loaders import Loader, in_batches, loaded, parts_of, require_usable
 from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, seed_generators, shard
+from hvdtrain.loop.state import TrainState
 
 ENDLESS = 100_000  # draws, of a small data set
+NONE_DRAWN = torch.empty(0, dtype=torch.int64)
 
 
 class Drawn:
@@ -79,6 +83,13 @@ class Drawn:
             self._drawn = {known: held for known, held in self._drawn.items() if known >= epoch - 1}
             self._drawn[epoch] = drawn
         return self._drawn[epoch]
+
+    def hold(self, epoch: int, batches: list[Tensor]) -> str | None:
+        """Take these as what was drawn for `epoch`. Return a line if the sampler draws others now."""
+        others = digest_of(self._draw(epoch)) != digest_of(batches)
+        self._drawn, self.samples = {epoch: batches}, sum(map(len, batches))
+        when = f"than when epoch {epoch + 1} began: that one is kept to its end"
+        return f"the {self._kind} draws another order {when}" if others else None
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """Return the order of the samples in `epoch`, int64 [n]."""
@@ -146,13 +157,42 @@ def numbered(batches: list[Tensor], count: int) -> list[Tensor]:
 
 
 class SampledLoader(Loader):
-    """A DataLoader with a sampler or batch sampler of the user's own."""
+    """A DataLoader with a sampler or batch sampler of the user's own.
+
+    What it draws may depend on what was learnt so far, such as weights by the loss of each sample. So a checkpoint has the
+    order of its epoch.
+    """
+
+    _saved: tuple[int, str] | None = None  # an epoch, and its order as text
 
     def _read_sampler(self) -> None:
         self._drawn = drawn(self._engine, self._given, self._seed)
         self.per_epoch = self._drawn.samples
+        self.position = self._order_of_epoch
         if self._given.batch_size is None:
             self.batches = self._numbered
+
+    def _order_of_epoch(self) -> Any:
+        if self._engine.rank != 0:  # it is the same on all
+            return None
+        if self._saved is None or self._saved[0] != self._epoch:
+            batches = self._drawn.batches(self._seed, self._epoch)
+            order = torch.cat([NONE_DRAWN, *batches]).int()  # half as much to save; fewer samples than 2**31
+            lengths = [len(batch) for batch in batches] if self._given.batch_size is None else [len(order)]
+            self._saved = self._epoch, json.dumps([base64.b64encode(order.numpy().tobytes()).decode(), lengths])
+        return {"epoch": self._epoch, "order": self._saved[1]}
+
+    def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
+        held = (positions() or [None])[0]
+        if not isinstance(held, dict) or held.get("epoch") != state.epoch or not state.samples_of_epoch:
+            return None
+        text, lengths = json.loads(held["order"])
+        order = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32).long() if text else NONE_DRAWN
+        if len(order) and not -self.samples <= int(order.min()) <= int(order.max()) < self.samples:
+            return None  # of another data set, which --resume PATH allows
+        line = self._drawn.hold(state.epoch, list(order.split(lengths)))
+        self.per_epoch = self._drawn.samples
+        return line
 
     def require_unchanged(self, epoch: int) -> None:
         super().require_unchanged(epoch)

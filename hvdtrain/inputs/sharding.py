@@ -80,14 +80,18 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Context manager that restores the global generators (of torch: the CPU's) after the block."""
+def kept(device: torch.device | None = None) -> Iterator[None]:
+    """Context manager that restores the global generators after the block; of torch the CPU's, and those of `device`."""
     state, python = torch.get_rng_state(), random.getstate()
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    on_devices = torch.cuda.default_generators if device is not None and device.type == "cuda" else ()
+    states = [generator.get_state() for generator in on_devices]
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        for generator, held in zip(on_devices, states, strict=True):
+            generator.set_state(held)
         random.setstate(python)
         if numpy is not None:
             sys.modules["numpy"].random.set_state(numpy)

@@ -24,7 +24,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import COUNTER, kind_of, own_name, prefixes, running_statistics, statistics_of_layer
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
-from hvdtrain.inputs.sharding import mixed_seed, seed_generators
+from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators
 
 
 class CutShort(BaseException):
@@ -133,10 +133,19 @@ class Evaluation:
         self._means, self._seeds = means, seeds
         # Whether the script has one part of a number of samples, not batches.
         self.whole = isinstance(data, int) and not isinstance(data, bool)
-        seed_generators(mixed_seed(*seeds, engine.rank), engine.device)
         self._recorded = {rank: Recorded() for rank in engine.own}
         self._in_batch = 0  # samples in the current batch
         self._indices: Tensor | None = None  # of the current batch, if there is one
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager for the evaluation. The program goes on with the random numbers that it had before, so that how
+        often it evaluates does not change its training."""
+        with kept(self._engine.device):
+            seed_generators(mixed_seed(*self._seeds, self._engine.rank), self._engine.device)
+            with contextlib.suppress(CutShort):
+                yield
+            self.end_turns()
 
     def mine(self) -> Any:
         """Return this rank's part of the data: a slice, or an iterator over batches."""

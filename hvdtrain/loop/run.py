@@ -265,8 +265,8 @@ class Run(Ranked):
         self.checkpoints.resumed_epoch.note(self.state)
         if self._has_ended():
             return
-        if self.checkpoints.resume.facts is not None and (count or steps) and not self.length.is_left(self.state):
-            self.say("this run has finished: more epochs or steps continue it, another --output-dir begins a new one")
+        if self.checkpoints.resume.facts is not None and (why := self.length.ended(self.state, metrics)):
+            self.say(why)
         while self.length.is_left(self.state):
             if self.length.goals and self.length.reached(self.evaluation, metrics):
                 break
@@ -491,13 +491,10 @@ class Run(Ranked):
         try:
             during = self.engine.activity.during("evaluation")
             modes = evaluation_modes([*prepared.replicas, *averaged.values()])
-            with modes, self.shared_weights(), during, torch.no_grad(), self.autocast(), means:
+            with evaluation.running(), modes, self.shared_weights(), during, torch.no_grad(), self.autocast(), means:
                 yield evaluation.mine()
-        except CutShort:
-            pass
         finally:
             self._evaluation = None
-        evaluation.end_turns()
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self.in_steps and self.stopping.is_asked_anywhere():

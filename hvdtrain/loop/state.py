@@ -113,6 +113,14 @@ class Length(NamedTuple):
         """Return whether there is something left to train."""
         return state.step < self.steps if self.steps is not None else state.epoch < (self.epochs or 0)
 
+    def ended(self, state: TrainState, metrics: Mapping[str, Metric]) -> str:
+        """Return why there is nothing to train in a run that is resumed; empty if there is something."""
+        if (self.epochs or self.steps) and not self.is_left(state):
+            return "this run has finished: more epochs or steps continue it, another --output-dir begins a new one"
+        if self.goals and self.reached(state.evaluation, metrics):
+            return "this run has reached its target, and ends: another target continues it"
+        return ""
+
     def reached(self, evaluation: Mapping[str, float], metrics: Mapping[str, Metric]) -> bool:
         """Return whether an evaluation has reached all goals."""
         return all(
