@@ -360,6 +360,11 @@ def positive_int(text: str) -> int:
     return whole(text, 1)
 
 
+def port(text: str) -> int:
+    """Return `text` as the number of a port. Raises ArgumentTypeError."""
+    return whole(text, 1, 65535)
+
+
 def count(text: str) -> int:
     """Return `text` as an int of at least 0. Raises ArgumentTypeError."""
     return whole(text, 0)

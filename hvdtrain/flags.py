@@ -95,7 +95,7 @@ class Flags(argparse.Namespace):
             parsed = argparse.ArgumentParser.parse_args(self._parser, words, argparse.Namespace(**others))
         except UserError as error:
             said = f"the checkpoint to evaluate has a flag that is not valid ({error})"
-            raise UserError(f"{said}: give this flag", everywhere=True) from error
+            raise UserError(f"{said}: name a run of this program, or give this flag", everywhere=True) from error
         absolute(parsed)
         for name in left.keys() & self.given().keys():
             setattr(self, name, getattr(parsed, name))

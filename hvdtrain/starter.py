@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.cli import Parser, non_negative, positive, positive_int
+from hvdtrain.cli import Parser, non_negative, port, positive, positive_int
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import GLOO_ALONE, Announced, announced, bound_by_default
 from hvdtrain.launching import import_timeout, run_script
@@ -50,9 +50,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="with --local-ranks: also import these once (a,b.c; they must not start threads, MPI or CUDA)",
     )  # fmt: skip
     parser.add_argument("--interface", help="network interface of the job (default: the one with the route to rank 0)")
-    parser.add_argument(
-        "--port", type=positive_int, help="port of rank 0 (default: MASTER_PORT, or derived from the job)"
-    )
+    parser.add_argument("--port", type=port, help="port of rank 0 (default: MASTER_PORT, or derived from the job)")
     parser.add_argument("--wait", type=positive, default=120.0, help="seconds to wait for all ranks (default: 120)")
     parser.add_argument(
         "--start-timeout", type=non_negative, default=import_timeout.limit_seconds(), metavar="SECONDS",
@@ -68,9 +66,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def meeting_of(options: argparse.Namespace, place: Announced) -> Meeting:
     """Return the rendezvous of this process with the others of the job. Raises UserError."""
-    host, port = meeting_point(os.environ, place.launcher) if place.size > 1 else ("127.0.0.1", 0)
+    host, named = meeting_point(os.environ, place.launcher) if place.size > 1 else ("127.0.0.1", 0)
     secret = job_secret(os.environ, place.size)
-    return Meeting(place.rank, place.size, host, options.port or port, options.interface, options.wait, secret)
+    return Meeting(place.rank, place.size, host, options.port or named, options.interface, options.wait, secret)
 
 
 def start_one(options: argparse.Namespace, place: Announced, words: list[str]) -> run_script.Program:

@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str, kind: Callable[[str], float] = float, below: float = 1e9) -> float:
-    """Raises ValueError, which argparse tells."""
+    """Raises ValueError or ArgumentTypeError, which argparse tells."""
     if not 0 < kind(text) < below:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and below {below:,.0f}")
     return kind(text)
 
 

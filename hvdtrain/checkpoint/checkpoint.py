@@ -242,11 +242,12 @@ def find(
 
     label: the user's input, for messages. keep_names: see `newest`. Raises UserError if there is no valid checkpoint.
     """
+    others = ", auto or never" if label.startswith("--resume ") else ", or the --output-dir of a run that has one"
     if os.path.isdir(path):  # noqa: PTH112 (Path's own raises where the name is too long)
         inner = path / "checkpoints"
         content = newest(inner if os.path.isdir(inner) else path, warn, keep_names=keep_names)  # noqa: PTH112
         if content is None:
-            raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors, auto or never")
+            raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors{others}")
         return content
     try:
         return read(path)
@@ -254,7 +255,7 @@ def find(
         if isinstance(error, OSError) and error.errno in OF_THE_FILE_SYSTEM:
             raise Failure(f"{label} cannot be read ({error.strerror}): start again once it can") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UserError(f"{label}: {reason}: name a valid checkpoint, auto or never") from error
+        raise UserError(f"{label}: {reason}: name a valid checkpoint{others}") from error
 
 
 def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Facts, dict[str, Tensor]]:

@@ -95,6 +95,49 @@ def numbers_of(what: object) -> dict[str, Any]:
     }
 
 
+class TensorMarks:
+    """The tensors of one attribute of a registered object, as they were when it was registered."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._marks = [mark_of(one) for one in tensors]
+        small = sum(one.numel() for one in tensors) <= MOST_COMPARED
+        self._values = [one.detach().clone() for one in tensors] if small else None
+
+    def has_changed(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the attribute has other values now. Of many values: whether they were written."""
+        if [mark_of(one) for one in tensors] == self._marks:
+            return False
+        return self._values is None or not all_equal(tensors, self._values)
+
+
+MOST_COMPARED = 2**16  # values
+
+
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes with a tensor: where it is, and how often it was written."""
+    return tensor.data_ptr(), tensor._version
+
+
+def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether these are the same values."""
+    return len(some) == len(others) and all(
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(some, others, strict=True)
+    )
+
+
+def tensors_held(what: object) -> dict[str, list[Tensor]]:
+    """Return the tensors among an object's attributes, also those in a list; of which attributes, see `numbers_of`."""
+    own, held = type(what).__module__ == "__main__", dict[str, list[Tensor]]()
+    for name, value in getattr(what, "__dict__", {}).items():
+        some = value if isinstance(value, (list, tuple)) and len(value) <= MOST_HELD else [value]
+        if (own or not name.startswith("_")) and (tensors := [one for one in some if isinstance(one, Tensor)]):
+            held[name] = tensors
+    return held
+
+
+MOST_HELD = 1_000  # parts of a list
+
+
 def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what shows whether attributes of an optimizer change that torch's state_dict has not, such as the slow weights
     of Lookahead: of numbers, these; of tensors, also in a list or a dictionary, where they are and how often they changed.
@@ -150,6 +193,7 @@ class Objects:
         self._of_program: Settings = []  # of the optimizers, as the program has made them
         self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
         self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
+        self._held: dict[str, dict[str, TensorMarks]] = {}  # their tensors, until a checkpoint has them
         self._marks = [marks_of(optimizer) for optimizer in prepared.optimizers]
         self._compared = False  # the states of optimizers, between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
@@ -226,6 +270,21 @@ class Objects:
                 message = f"its {attribute} has changed, and a resumed run would begin with {value}"
                 remedy = "add it to its state_dict and load_state_dict"
                 self._resume.output.say(f"warning: run.register({name}=...): {message}: {remedy}")
+            self._warn_of_tensors(name, what)
+
+    def _warn_of_tensors(self, name: str, what: Any) -> None:
+        """Say once that a registered object keeps what it learns in tensors, and that its state has none, as of a metric of
+        torchmetrics. One that has some may compute others from them."""
+        held, now = self._held[name], tensors_held(what)
+        changed = [attribute for attribute in held if held[attribute].has_changed(now.get(attribute, []))]
+        if not changed:
+            return
+        held.clear()
+        if not any(isinstance(one, Tensor) for one in tree_leaves(what.state_dict())):
+            torchs = callable(getattr(what, "persistent", None))
+            remedy = "call its persistent(True)" if torchs else "add it to its state_dict and load_state_dict"
+            message = f"its {changed[0]} has changed, and a resumed run would begin with that of a new one"
+            self._resume.output.say(f"warning: run.register({name}=...): {message}: {remedy}")
 
     def require_as_saved(self, states: contents.States, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
@@ -287,6 +346,8 @@ class Objects:
         """Save these, too, and restore them. A collective. tensors: of the checkpoint, on rank 0."""
         self.registered |= objects
         self._began |= {name: numbers_of(what) for name, what in objects.items()}
+        for name, what in objects.items():
+            self._held[name] = {attribute: TensorMarks(tensors) for attribute, tensors in tensors_held(what).items()}
         self._chosen |= (chosen := chosen_for([], objects))
         if self._resume.facts is None:
             return

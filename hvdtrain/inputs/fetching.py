@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate, get_worker_info
 
 from hvdtrain.inputs.packing import Travels
-from hvdtrain.inputs.sameness import Compared, compared_of
+from hvdtrain.inputs.sameness import Compared, compared_of, drifted, own_state
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
@@ -20,6 +20,7 @@ class Fetched(NamedTuple):
     batch: Any
     samples: int  # in it: fewer than were asked for if the collate_fn has left some out
     problem: str = ""  # why there is none, in place of an exception that has another meaning to whoever calls
+    drifted: str = ""  # what has changed in the data set by reading it
 
 
 # StopIteration would end a generator or a loop; in a worker, the others end it without a word.
@@ -42,6 +43,8 @@ class Samples(Travels, Dataset[Any]):
     rank that loads the sample. A data set that answers lists of indices is seeded from the list.
     """
 
+    unwatched = True  # this process has not read a batch yet
+
     def __init__(self, given: DataLoader[Any], seed: int):
         dataset: Any = given.dataset
         self.dataset, self.collate, self.seed = dataset, given.collate_fn, seed
@@ -51,13 +54,18 @@ class Samples(Travels, Dataset[Any]):
         epoch, numbers = job
         if epoch == COMPARISON:
             return Fetched(self.compared(numbers), 0)
+        before = own_state(self.dataset) if self.unwatched else None
         try:
             samples = self.samples(epoch, numbers)
             batch = self.collate(samples)
         except SILENT as error:
             those = ", ".join(str(number % self.count) for number in numbers)
             return Fetched(None, 0, silent(error, f"the data set, or its collate_fn, of the samples {those},"))
-        return Fetched(batch, samples_in(batch, samples, len(numbers)) if may_leave_out(self.collate) else len(numbers))
+        count = samples_in(batch, samples, len(numbers)) if may_leave_out(self.collate) else len(numbers)
+        if before is None:
+            return Fetched(batch, count)
+        self.unwatched = False
+        return Fetched(batch, count, drifted=drifted(before, own_state(self.dataset)))
 
     def compared(self, numbers: Sequence[int]) -> Compared:
         """Return what is compared of the samples with these numbers."""

@@ -22,7 +22,17 @@ from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN, SPLIT, Compared, difference, require_same, some_of, split_of
+from hvdtrain.inputs.sameness import (
+    DRIFTS,
+    OF_INIT,
+    OF_MAIN,
+    SPLIT,
+    Compared,
+    difference,
+    require_same,
+    some_of,
+    split_of,
+)
 from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
 from hvdtrain.loop.state import Initial, TrainState
 
@@ -43,6 +53,7 @@ class Loader(Input):
         self._engine, self._given, self._seed = engine, given, seed
         self._copies = Copies(engine.device)
         self._asks_rank = given.num_workers > 0 and engine.rank == 0
+        self._keeps = output is not None and output.output_dir is not None  # on rank 0
         self._epoch, self._compared = 0, engine.size == 1 and not given.num_workers
         self._jobs = Jobs()
         self._loader: DataLoader[Any] | None = None  # with persistent workers
@@ -133,6 +144,8 @@ class Loader(Input):
             raise
         if self._jobs.are_done():
             self._batches = None
+        if fetched.drifted and self._keeps:
+            lines.warn_once(f"{fetched.drifted} of the data set changes when samples are read: {DRIFTS}")
         count = min(planned.local_count, fetched.samples)
         data = fetched.batch if fetched.samples else self._filler(planned)
         weight = planned.weight * count / planned.local_count if count < planned.local_count else planned.weight

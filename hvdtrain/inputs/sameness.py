@@ -10,13 +10,16 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, SubsetRandomSampler, get_worker_info
 
+from hvdtrain.checkpoint.randomness import is_generator, state_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import difference as difference_of
 
 COMPARED = 8  # samples
 SECONDS = 0.5  # after which no further sample is read
@@ -139,6 +142,52 @@ def values_in_words(leaf: Leaf) -> str:
         values = ", ".join(f"{value:.6g}" for value in content[0][:4])
         return f"{values}, ..." if len(content[0]) > 4 else values or "empty"
     return repr(content[0]) if content else kind
+
+
+# ---- what changes in a data set when samples are read, and no checkpoint has
+
+MOST_PARTS = 200  # objects of a data set: its transforms, and what they hold
+MOST_NUMBERS = 1_000_000  # of a list
+DRIFTS = (
+    "a resumed run reads other samples: let a sample follow from its index, and draw with torch's, numpy's or Python's "
+)
+DRIFTS += "global generators, which are seeded for each sample"
+
+
+def own_state(dataset: object) -> dict[str, Any]:
+    """Return the numbers, lists of numbers and generators that a data set and its transforms hold, by where they are."""
+    held, known, parts = dict[str, Any](), set[int](), [("", dataset)]
+    while parts and len(known) < MOST_PARTS:
+        where, part = parts.pop(0)
+        if id(part) in known or isinstance(part, (torch.Tensor, torch.nn.Module, ModuleType)):
+            continue
+        known.add(id(part))
+        for name, value in list(getattr(part, "__dict__", {}).items()):
+            if name.startswith("_") and type(part).__module__ not in ("__main__", "__mp_main__"):  # a library's own
+                continue
+            place = f"{where}{name}"
+            if type(value) in (bool, int, float):
+                held[place] = value
+            elif is_generator(value):
+                held[place] = state_of(value)
+            elif isinstance(value, (list, tuple)) and value:
+                if type(value[0]) in (bool, int, float) and len(value) <= MOST_NUMBERS:
+                    held[place] = tuple(value)
+                elif len(value) <= MOST_PARTS:
+                    parts += [(f"{place}.", one) for one in value]
+            elif hasattr(value, "__dict__") and not isinstance(value, type):
+                parts.append((f"{place}.", value))
+    return held
+
+
+def drifted(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the first part of `own_state` that has changed; empty if none has."""
+    for name, held in before.items():
+        now = after.get(name, held)
+        quick = isinstance(held, (tuple, bool, int, float)) and (now is held or now == held)  # a tuple of numbers
+        if not quick and difference_of(held, now):
+            return name
+    return ""
 
 
 SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.Generator().manual_seed(0))"

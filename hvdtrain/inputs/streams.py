@@ -343,7 +343,7 @@ class Stream(Input):
         return {"workers": self._workers, "finished": self._finished, "reader": reader}
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
-        held = positions()
+        held = [one for one in positions() or () if one is not None and "reader" in one] or None  # others: of a sampler
         if held is not None and all(one["finished"] for one in held):
             self._finished = state.samples_of_epoch > 0
             self._held = {rank: self._end_of(held, rank) for rank in self._engine.own}

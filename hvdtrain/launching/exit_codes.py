@@ -1,5 +1,6 @@
 """How a program ends: one line on standard error and an exit code."""
 
+import re
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ WRONG_INPUT = 2  # one line names the remedy
 TARGET_MISSED = 3
 # Stopped on request, and can be resumed. EX_TEMPFAIL of sysexits.h: Slurm and Kubernetes can distinguish it from a failure.
 STOPPED = 75
+OUT_OF_MEMORY = r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes|out of memory. Tried to allocate ([\d.]+ \w+)"
 LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
 
@@ -51,6 +53,11 @@ def of_the_user(message: str) -> UserError | None:
             "make it larger (docker run --shm-size 8g; Kubernetes: emptyDir with medium: Memory), or use fewer workers"
         )
         return UserError(f"/dev/shm is too small for the batches of the DataLoader's workers: {remedy}")
+    if tried := re.search(
+        r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes|out of memory. Tried to allocate ([\d.]+ \w+)", message
+    ):
+        amount = tried[2] or f"{int(tried[1]):,} bytes"
+        return UserError(f"there is not enough memory for another {amount}: use a smaller --batch-size, or fewer ranks")
     if message.startswith("Expected more than 1 value per channel when training"):
         remedy = "write DataLoader(..., drop_last=True), or use another --batch-size"
         return UserError(f"batch norm got a single sample, as the last step may leave one to a rank: {remedy}")

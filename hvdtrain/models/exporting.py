@@ -20,7 +20,8 @@ def require_kind(path: Path) -> str:
     """Return the ending of `path`. Raises UserError for an unknown one."""
     if path.suffix not in WEIGHTS + PROGRAMS:
         known = "weights are .safetensors or .pt, programs .pt2 or .onnx"
-        raise UserError(f"{path}: its ending says what to write, and {path.suffix or 'none'} is unknown: {known}")
+        unknown = f"{path.suffix} is unknown" if path.suffix else "it has none"
+        raise UserError(f"{path}: its ending says what to write, and {unknown}: {known}")
     return path.suffix
 
 

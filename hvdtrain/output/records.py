@@ -85,6 +85,7 @@ class Events:
             line = text({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
         content, end = line.encode(), None
         try:
+            self._reopen_if_removed()
             end = self._file.seek(0, os.SEEK_END)
             if self._file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -96,6 +97,15 @@ class Events:
             if not self._missing:
                 lines.warn(f"{self._path} cannot be written for now ({error.strerror})")
             self._missing += 1
+
+    def _reopen_if_removed(self) -> None:
+        """Begin the file anew where it was removed: else, all that follows would be lost without a word. Raises OSError."""
+        assert self._file is not None
+        if os.fstat(self._file.fileno()).st_nlink:
+            return
+        removed, self._file = self._file, files.open_to_append(self._path)
+        removed.close()
+        lines.warn(f"{self._path} was removed while this run writes it: it begins anew, without what was in it")
 
     def close_events(self) -> None:
         """Close the file. Idempotent."""

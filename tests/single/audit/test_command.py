@@ -123,7 +123,7 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
             ["--then-np", "2", "--", "train.py", "{out}"],
             "--launcher none starts what the command says: give --resume-command",
         ),
-        (["--kills", "0", "--", "train.py", "{out}"], "argument --kills: invalid count value: '0'"),
+        (["--kills", "0", "--", "train.py", "{out}"], "argument --kills: '0' is not above 0 and below 10,000"),
         (["--signals", "kill", "--", "train.py", "{out}"], "'kill': some of one,all,term, with commas"),
         (["--metric-regex", "(", "--", "train.py", "{out}"], "--metric-regex: missing )"),
         (

@@ -137,7 +137,8 @@ def test_flags_that_are_given_win_over_those_of_the_run(tmp_path):
     expected = (5, "convnet", "digits", 3, None)
     assert (flags.seed, flags.model, flags.dataset, flags.keep, flags.target_accuracy) == expected
     for bad in ({"model": "ResNet"}, {"epochs": "many"}):
-        with pytest.raises(UserError, match=r"^the checkpoint to evaluate has a flag that is not valid .argument --"):
+        said = "^the checkpoint to evaluate has a flag that is not valid .argument --.*: name a run of this program, or"
+        with pytest.raises(UserError, match=said):
             flags.adopt(bad)
 
 
@@ -154,7 +155,9 @@ def test_a_flag_of_the_run_that_is_not_valid_any_more_can_be_given():
     expected = (Path("/mine"), "new", Path("/c"), [Path("/a"), Path("/b")])
     assert (flags.data, flags.kind, flags.part, flags.also) == expected
     flags = parser.parse(["/mine", "--evaluate", "/run"])
-    with pytest.raises(UserError, match=r"argument --kind: invalid choice: 'old'.*: give this flag"):
+    with pytest.raises(
+        UserError, match=r"argument --kind: invalid choice: 'old'.*: name a run of this program, or give"
+    ):
         flags.adopt(theirs)
     flags.adopt(theirs | {"kind": "new"})
     assert (flags.data, flags.also) == (Path("/mine"), [Path("/a"), Path("/b")])

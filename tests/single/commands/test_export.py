@@ -131,6 +131,10 @@ EXAMPLE = torch.zeros(4, 3)
 SIZES = dict.fromkeys(("layers", "heads", "width", "context", "bias", "tied", "image_size"), 1)  # a program's own flags
 WRONG = {
     "its ending says what to write, and .txt is unknown": lambda tmp, out: export.main([str(tmp), "--to", "w.txt"]),
+    "its ending says what to write, and it has none": lambda tmp, out: export.main([str(tmp), "--to", "w"]),
+    "nowhere: No such file or directory: name a valid checkpoint, or the --output-dir of a run": lambda tmp, out: (
+        export.main([str(tmp / "nowhere"), "--to", str(out)])
+    ),
     "it has no valid checkpoint": lambda tmp, out: export.main([str(tmp), "--to", str(out)]),
     "torch.export cannot follow the model": lambda tmp, out: program(tmp, out, lambda net: Branching(), EXAMPLE),
     "a program needs an example": lambda tmp, out: program(tmp, out),

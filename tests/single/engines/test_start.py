@@ -144,6 +144,14 @@ ENDS = {  # what main does, variables, exit code, standard error
         "raise RuntimeError('adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set')",
         {}, 2, "adaptive_avg_pool2d_backward_cuda has no algorithm whose bits repeat: leave --deterministic out",
     ),
+    "a lack of memory": (
+        "import torch; torch.ones(10**14)", {}, 2,
+        "-c: error: there is not enough memory for another 400,000,000,000,000 bytes: use a smaller --batch-size",
+    ),
+    "a lack of memory on a GPU": (
+        "raise RuntimeError('CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB')",
+        {}, 2, "there is not enough memory for another 20.00 GiB: use",
+    ),
     "another error": ("raise RuntimeError('something else')", {}, 1, "Traceback"),
 }  # fmt: skip
 

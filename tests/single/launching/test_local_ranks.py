@@ -88,6 +88,12 @@ def test_options_that_make_no_sense_are_refused(words):
         parse(words.split())
 
 
+def test_a_number_that_is_no_port_is_refused():
+    """It was an OverflowError of bind(), exit code 1."""
+    with pytest.raises(UserError, match="--port: '99999' is more than 65535, the largest value allowed"):
+        parse(["--port", "99999", "x.py"])
+
+
 # ---- what is imported before the fork
 
 

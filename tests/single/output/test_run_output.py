@@ -33,6 +33,19 @@ def test_a_file_system_that_fails_a_seek_costs_lines_not_the_run(engine, tmp_pat
     assert written == ["before", "error", "after"]
 
 
+def test_a_record_that_is_removed_begins_anew_with_a_line(engine, tmp_path, capfd):
+    """All events after it were lost without a word."""
+    with RunOutput(engine, tmp_path, progress=False) as output:
+        output.open(continued=False)
+        output.event("before")
+        (tmp_path / "metrics.jsonl").unlink()
+        output.event("after")
+        output.event("later")
+    assert capfd.readouterr().err.count("metrics.jsonl was removed while this run writes it: it begins anew") == 1
+    written = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == ["after", "later"]
+
+
 def test_a_board_that_fails_is_said_once_and_costs_no_event(engine, tmp_path, capfd, monkeypatch):
     class Failing:
         def __init__(self, *_):

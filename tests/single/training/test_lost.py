@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
+from hvdtrain.engines.lines import warn_once
 from tests.single.training.small import N, Trained, X, Y, resumed
 
 NUMBERED = TensorDataset(X, Y, torch.arange(N))
@@ -30,6 +31,83 @@ class Tally:
 
     def add(self):
         self.hits, self.rows = self.hits + 1, [*self.rows, torch.ones(2)]
+
+
+class Persistent(Tally):
+    def persistent(self, mode):
+        """As of torchmetrics."""
+
+
+TALLIES = [
+    (lambda: Tally("hits", "rows"), ""),
+    (lambda: Tally("hits", "rows", copies=True), ""),
+    (lambda: Tally("hits"), ""),  # the others may be computed from it
+    (lambda: Tally(), "its hits has changed, and a resumed run would begin with that of a new one: add it to"),
+    (lambda: Persistent(), "with that of a new one: call its persistent(True)"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), TALLIES, ids=range(len(TALLIES)))
+def test_a_tensor_of_a_registered_object_that_no_checkpoint_has_is_said_once(make, told, tmp_path, capsys):
+    """A metric of torchmetrics has an empty state_dict, and began anew in the middle of an epoch, exit code 0."""
+    registered = {"registered": lambda t: {"tally": make()}, "each": lambda t: t.tally.add()}
+    Trained("--checkpoint-steps", "1", out=tmp_path, **registered)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+    assert len(lines) == bool(told)
+    assert all(line.startswith("warning: run.register(tally=...): its ") and told in line for line in lines)
+
+
+class Shifted:
+    """A transform with a generator of its own."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, x):
+        return x + 0.1 * float(self.generator.random())
+
+
+class Read(Dataset):
+    """change: what reading a sample does to the data set."""
+
+    def __init__(self, change=lambda data, index: None, transform=torch.clone):
+        self.change, self.transforms, self.reads, self.last, self.cache = change, [transform], [0] * N, 0, {}
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        self.change(self, index)
+        self.cache[index] = torch.ones(1)
+        return self.transforms[0](X[index]), Y[index]
+
+
+def counts(data, index):
+    data.reads[index] += 1
+
+
+def notes(data, index):
+    data.last = index + 1
+
+
+DRIFTING = [
+    (lambda: Read(), ""),
+    (lambda: Subset(Read(), range(N)), ""),
+    (lambda: Read(transform=Shifted(random)), ""),
+    (lambda: Read(counts), "reads"),
+    (lambda: Subset(Read(notes), range(N)), "dataset.last"),
+    (lambda: Read(transform=Shifted(random.Random(1))), "transforms.generator"),
+    (lambda: ConcatDataset([Read(transform=Shifted(np.random.RandomState(1)))]), "datasets.transforms.generator"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), DRIFTING, ids=range(len(DRIFTING)))
+def test_a_data_set_that_changes_when_it_is_read_is_said_once(make, told, tmp_path, capfd):
+    """A resumed run read the rest of the epoch from a new data set, exit code 0."""
+    warn_once.cache_clear()
+    Trained(out=tmp_path, data=(DataLoader(make(), batch_size=8),))
+    lines = [line for line in capfd.readouterr().err.splitlines() if "changes when samples are read" in line]
+    assert [line.split()[1] for line in lines] == [told] * bool(told)
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
