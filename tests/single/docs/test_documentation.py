@@ -146,7 +146,7 @@ def test_the_index_of_evidence_has_every_page():
             ["torch's recipe", "accelerate", "Fabric", None, "hvdtrain"]),
         ("README.md", "the same, their loops with", ["torch's recipe, exact_loader", "accelerate, exact_loader", None]),
         ("docs/compared.md", "the same, with .`exact_loader`", ["torch's recipe, exact_loader", "accelerate, exact_loader",
-            "Fabric, exact_loader", None, None]),
+            "Fabric, exact_loader", "Horovod, exact_loader", None]),
     ],
 )  # fmt: skip
 def test_comparisons_repeat_what_was_measured_of_peers(page, row, names):
