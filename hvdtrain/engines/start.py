@@ -90,7 +90,7 @@ def cores_of_ranks(engine: Engine) -> list[tuple[str, list[int]]]:
 
 def cores_of_rank(engine: Engine) -> int:
     """Return this rank's share of the cores that it may run on, at least 1. A collective."""
-    return share_of(engine.rank, cores_of_ranks(engine))
+    return share_of(engine.processes.rank, cores_of_ranks(engine))
 
 
 def share_of(rank: int, cores: Sequence[tuple[str, Sequence[int]]]) -> int:

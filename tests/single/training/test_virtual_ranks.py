@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain import training
 from hvdtrain.engines import tree, virtual
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.features import virtual_ranks
 from tests.single.training import small
 
@@ -214,7 +216,17 @@ def test_torch_threads_are_a_share_of_the_cores_for_each_rank(monkeypatch, capsy
 
 
 class TwoProcesses:
-    size = 2
+    """What the second of two processes knows, which has rank 2 of 4 first."""
+
+    size, rank = 2, 2
+    processes = SimpleNamespace(rank=1)
+
+    def all_gather_object(self, value, name):
+        return [value, value]
+
+
+def test_the_share_of_the_cores_is_that_of_the_process():
+    assert cores_of_rank(TwoProcesses()) >= 1
 
 
 def test_more_processes_than_ranks_are_refused():
