@@ -182,6 +182,8 @@ class Gradients:
         self._buckets: list[SummedBucket] = []
         self._hooked: set[nn.Parameter] = set()
         self.passes_last = False  # whether the current micro-batch is the last one of this process
+        # Whether it is the only optimizer in this turn: of several, ranks may complete buckets in another order.
+        self.is_alone = False
 
     def begin(self) -> None:
         """Begin a loop over micro-batches."""
@@ -209,7 +211,7 @@ class Gradients:
 
     def _arrived(self, parameter: Tensor) -> None:
         """Take in that a parameter got its gradient in a backward pass."""
-        bucket = self._bucket_of.get(parameter) if self.passes_last else None  # type: ignore[call-overload]
+        bucket = self._bucket_of.get(parameter) if self.passes_last and self.is_alone else None  # type: ignore[call-overload]
         if bucket is None or parameter.grad.is_sparse:  # type: ignore[union-attr] # it has one
             return
         if parameter not in bucket.left:

@@ -134,6 +134,8 @@ class VirtualRanks(Engine):
             if self._turn == self._own[0] and gradients not in self._chosen:
                 gradients.begin()
             self._chosen[gradients] = None
+        for gradients in self._chosen:
+            gradients.is_alone = len(self._chosen) == 1
 
     def synchronize(self, optimizer: torch.optim.Optimizer) -> None:
         self._gradients[optimizer].reduce()

@@ -52,6 +52,7 @@ CASES = [
     pytest.param(6, ["norm", "unused", "average"], ["--amp", "bf16"], [1, 4, 5], marks=pytest.mark.slow),
     pytest.param(3, ["batches"], ["--reduction", "sum"], [3, 2, 1], marks=pytest.mark.slow),
     pytest.param(8, ["norm"], [], [8, 3, 3], marks=pytest.mark.slow),
+    pytest.param(2, ["two", "unused"], [], [2, 1, 2], marks=pytest.mark.slow),
     pytest.param(3, ["norm", "several", "gather"], ["--accumulate", "2"], [2, 1, 3], marks=pytest.mark.slow),
     pytest.param(3, ["norm", "stream", "batched", "workers"], [], [2, 3, 1], marks=pytest.mark.slow),
     pytest.param(5, ["stream", "gather", "count", "two"], [], [3, 1, 2], marks=pytest.mark.slow),

@@ -110,7 +110,7 @@ def main() -> int:
                     if "several" in case:
                         losses = losses + 0.1 * model(batch["other"][0]).square().mean()
                     if "gather" in case:
-                        everyone = run.gather(output)
+                        everyone = run.gather(output.float())
                         labels_of_all = run.gather(F.one_hot(labels, 5).float())
                         losses = losses + 0.1 * (output @ everyone.T - labels_of_all.sum()).square().mean(1)
                     if "count" in case:
