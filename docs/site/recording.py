@@ -30,10 +30,10 @@ KILLED_AFTER = "epoch 2/4"
 # What torchrun says of a killed rank fills a page. These lines of it are shown.
 SHOWN = re.compile(r"epoch |resumed |.*Signal 9 \(SIGKILL\)")
 MNIST = (
-    "torchrun --nproc-per-node 2 -m hvdtrain.mnist --dataset mnist --epochs 4 --checkpoint-steps 1000 --log-steps 20"
+    "torchrun --nproc-per-node 2 -m hvdtrain.mnist --dataset mnist --epochs 4 --checkpoint-steps 700 --log-steps 20"
     " --no-progress --data-dir {data} --output-dir runs/{name}"
 )
-KILLED_AT = 1_380  # a step: those since the last checkpoint are repeated
+KILLED_AT = 920  # a step: those since the last checkpoint are repeated
 
 
 def recorded(
