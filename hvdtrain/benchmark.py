@@ -34,11 +34,11 @@ from hvdtrain.analysis import measuring, scaling
 from hvdtrain.datasets.text import windows
 from hvdtrain.engines import lines, precision
 from hvdtrain.engines.base import AMP_DTYPES, Engine
+from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.engines.start import start
 from hvdtrain.flags import Flags
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 from hvdtrain.loop import optim
 from hvdtrain.models import convnet, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
@@ -58,7 +58,9 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = cli.Parser("hvdtrain.benchmark", __doc__)
     add = parser.add_argument
-    models = f"convnet, {', '.join(gpt.SIZES)}, or any torchvision classifier (default: resnet50; with --np convnet)"
+    models = (
+        f"convnet, {', '.join(gpt.GPT_SIZES)}, or any torchvision classifier (default: resnet50; with --np convnet)"
+    )
     add("--model", help=models)
     add(
         "--batch-size",
@@ -81,15 +83,15 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     )
     cli.add_compression(parser)
     cli.add_engine(parser)
-    scaling.add_flags(parser)
-    measuring.add_flags(parser)
+    scaling.add_scaling_flags(parser)
+    measuring.add_message_flags(parser)
     flags = parser.parse(argv)
     flags.model = flags.model or ("convnet" if flags.np else "resnet50")
     flags.repeats = flags.repeats or (5 if flags.np else 10)
     if flags.batch_size is None and flags.model in ON_LARGE_GPUS:
         flags.on_large_gpus(batch_size=ON_LARGE_GPUS[flags.model])
-    measuring.settle(flags)
-    if flags.model in gpt.SIZES:
+    measuring.check_messages(flags)
+    if flags.model in gpt.GPT_SIZES:
         for name in ("image_size", "channels_last"):
             if getattr(flags, name):
                 message = f"--model {flags.model} takes no images: leave out --{name.replace('_', '-')}"
@@ -102,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         flags.image_size = flags.image_size or (28 if small else 299 if flags.model == "inception_v3" else 224)
         flags.batch_size = flags.batch_size or (64 if small else 32)
     if flags.np:
-        scaling.settle(flags, sys.argv[1:] if argv is None else argv)
+        scaling.settle_passed(flags, sys.argv[1:] if argv is None else argv)
     return flags
 
 
@@ -147,7 +149,7 @@ class Trainer:
         """Train `steps` steps, and return the times of each rank. A collective."""
         engine, others = self.engine, self.others
         engine.barrier()
-        measuring.synchronize(engine.device)
+        measuring.wait_for_device(engine.device)
         clock = Clock(engine.device)
         for _ in range(steps):
             inputs, targets = next(self.batches)
@@ -166,21 +168,21 @@ class Trainer:
                 self.scaler.step(self.optimizer)
             self.scaler.update()
             clock.mark("compute")
-        measuring.synchronize(engine.device)
+        measuring.wait_for_device(engine.device)
         clock.mark("compute")
         return clock.measure(engine).ranks
 
 
-def slowest(ranks: Sequence[RankTimes]) -> float:
+def slowest_seconds(ranks: Sequence[RankTimes]) -> float:
     """Return the seconds of the slowest rank."""
     return max(rank.elapsed for rank in ranks)
 
 
-def measure(trainer: Trainer) -> Result:
+def measure_training(trainer: Trainer) -> Result:
     """Train, and return what was measured over all ranks. A collective."""
     flags, engine = trainer.flags, trainer.engine
-    warmup_seconds = slowest(trainer.repeat(flags.warmup_steps))
-    steps = flags.steps or max(1, round(2 / slowest(trainer.repeat(2))))  # the same on all ranks
+    warmup_seconds = slowest_seconds(trainer.repeat(flags.warmup_steps))
+    steps = flags.steps or max(1, round(2 / slowest_seconds(trainer.repeat(2))))  # the same on all ranks
     repeats = [trainer.repeat(steps) for _ in range(flags.repeats)]
     facts = dict(rank=engine.rank, host=socket.gethostname(), device=str(engine.device))
     ranks = engine.all_gather_object(facts | dict(threads=torch.get_num_threads()), "facts")
@@ -189,7 +191,7 @@ def measure(trainer: Trainer) -> Result:
         mine = [repeat[rank["rank"]] for repeat in repeats]
         rank["seconds_per_sample"] = {p: sum(getattr(one, p) for one in mine) / each / len(mine) for p in PHASES}
         rank["samples_per_second"] = len(mine) * each / sum(one.elapsed for one in mine)
-    rates = [each * engine.size / slowest(repeat) for repeat in repeats]
+    rates = [each * engine.size / slowest_seconds(repeat) for repeat in repeats]
     peak = dict(resident_bytes=max(rank.resident_bytes for rank in repeats[-1]))
     if engine.device.type == "cuda":
         peak["cuda_allocated_bytes"] = max(rank.cuda_bytes for rank in repeats[-1])
@@ -201,13 +203,13 @@ def measure(trainer: Trainer) -> Result:
     )  # fmt: skip
 
 
-def summarize(flags: Flags, engine: Engine, measured: Result) -> Result:
+def summarize_training(flags: Flags, engine: Engine, measured: Result) -> Result:
     """Return the content of benchmark.json."""
     return measured | dict(
         model=flags.model, batch_size_per_rank=flags.batch_size, engine=engine.name, description=engine.description,
         communicates=not flags.no_communication, world_size=engine.size, amp=flags.amp, compile=flags.compile,
         channels_last=flags.channels_last, automatic=engine.notes, config=flags.given(), versions=versions(),
-        tokens_per_sample=gpt.SIZES[flags.model].context if flags.model in gpt.SIZES else None,
+        tokens_per_sample=gpt.GPT_SIZES[flags.model].context if flags.model in gpt.GPT_SIZES else None,
         hardware=measuring.hardware(),
     )  # fmt: skip
 
@@ -252,10 +254,10 @@ def built(flags: Flags, engine: Engine) -> tuple[nn.Module, Batches]:
     torch.manual_seed(flags.seed)
     shape: tuple[int, ...]
     model: nn.Module
-    if flags.model in gpt.SIZES:
-        classes, shape = gpt.VOCABULARIES[flags.model], (gpt.SIZES[flags.model].context,)
+    if flags.model in gpt.GPT_SIZES:
+        classes, shape = gpt.VOCABULARIES[flags.model], (gpt.GPT_SIZES[flags.model].context,)
         rows = gpt.padded(classes) if flags.model == "gpt2" else classes
-        model = gpt.GPT(gpt.SIZES[flags.model], classes, rows=rows)
+        model = gpt.GPT(gpt.GPT_SIZES[flags.model], classes, rows=rows)
     elif flags.model in convnet.MODELS:
         classes, shape = 10, (1, 28, 28)
         model = convnet.MODELS[flags.model]()
@@ -272,20 +274,24 @@ def built(flags: Flags, engine: Engine) -> tuple[nn.Module, Batches]:
 def main() -> int:
     flags = parse()
     if flags.np:
-        return scaling.run(flags)
-    with start(flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads) as engine:
+        return scaling.run_configurations(flags)
+    with start_engine(
+        flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads
+    ) as engine:
         flags.settle(engine.gpu_bytes)
         flags.compression = precision.choose_compression(engine, flags.compression)
         flags.amp = precision.choose_amp(engine, flags.amp)
         with engine.raising_together("start"):
             if engine.rank == 0 and flags.output_dir is not None:
-                measuring.make_directory(flags.output_dir)
+                measuring.make_writable(flags.output_dir)
             if not flags.collectives:
                 model, batches = built(flags, engine)
         if flags.collectives:
-            result: Result = dict(rows=measuring.sweep(engine, flags), config=flags.given(), versions=versions())
+            result: Result = dict(
+                rows=measuring.sweep_messages(engine, flags), config=flags.given(), versions=versions()
+            )
         else:
-            result = summarize(flags, engine, measure(Trainer(flags, engine, model, batches)))
+            result = summarize_training(flags, engine, measure_training(Trainer(flags, engine, model, batches)))
         if engine.rank == 0:
             try:
                 if not flags.collectives:
@@ -297,4 +303,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -31,7 +31,9 @@ UNSUPPORTED: dict[str, Refused] = {
     "serial": IN_ONE_PROCESS,
 }
 PREDICTIONS = (".csv", ".safetensors")  # endings of --predict
-LARGEST = 1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
+LARGEST_FLOAT = (
+    1e38  # upper limit of floating-point flags: they are combined with float32 weights, whose maximum is 3.4e38
+)
 Recipes = Mapping[str, Mapping[str, object]]
 # Flags of earlier versions, with what to use instead.
 GONE = {
@@ -41,7 +43,7 @@ GONE = {
 }
 
 
-class Gone(argparse.Action):
+class RemovedFlag(argparse.Action):
     """A flag that --help no longer lists. const: what to use instead."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, flag: str | None = None) -> NoReturn:
@@ -172,10 +174,10 @@ def refuse_beside_virtual_ranks(flags: argparse.Namespace) -> None:
 
 def resumed(text: str) -> str | Path:
     """Return "auto", "never" and URLs as they are, and anything else as a path. Raises ArgumentTypeError."""
-    return text if text in ("auto", "never") else place(text)
+    return text if text in ("auto", "never") else url_or_path(text)
 
 
-def place(text: str) -> str | Path:
+def url_or_path(text: str) -> str | Path:
     """Return a URL as it is, and anything else as a path. Raises ArgumentTypeError."""
     return url(text) if "://" in text else Path(text)
 
@@ -221,7 +223,9 @@ def training_parser(name: str, description: str | None, **defaults: object) -> P
     add_run(made)
     add_fault_tolerance(made)
     for flag, instead in GONE.items():
-        made.add_argument(flag, action=Gone, const=instead, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        made.add_argument(
+            flag, action=RemovedFlag, const=instead, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
     made.set_defaults(**defaults)
     return made
 
@@ -250,7 +254,7 @@ def add_run(group: Parser) -> None:
     add("--outer-lr", type=positive, help="with --sync-every: learning rate of the shared weights (default: 1)")
     add("--outer-momentum", type=fraction, help="with --sync-every: their Nesterov momentum (default: 0.5)")
     add("--weights", type=Path, help="start from the state_dict in this file (.pt or .safetensors)")
-    add("--evaluate", type=place, metavar="PATH|URL",
+    add("--evaluate", type=url_or_path, metavar="PATH|URL",
         help="do not train: evaluate this checkpoint, or the newest of a run; flags not given are the run's")
     add("--predict", type=prediction_file, metavar="FILE",
         help="with --evaluate: also write what the model says about each sample (.csv or .safetensors)")
@@ -318,7 +322,7 @@ def add_engine(group: Parser) -> None:
         help="what reduces the gradients; auto: ddp under torchrun, Horovod under others, serial alone (default: auto)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where to compute (default: a GPU if there is one)")
-    add("--threads", type=threads, help="torch threads per rank (default: this rank's share of the cores)")
+    add("--threads", type=thread_number, help="torch threads per rank (default: this rank's share of the cores)")
     add("--tuning", choices=("auto", "off"), default="auto",
         help="auto: settings that make Horovod, MPI and malloc fast, unless you set them; off: keep all defaults")
 
@@ -332,7 +336,7 @@ def add_compression(group: Parser) -> None:
 # fmt: on
 
 
-def some_of(able: Collection[str]) -> Callable[[str], list[str]]:
+def names_from(able: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse type for a comma-separated list of names from `able`. Duplicates are removed.
 
     The returned function raises ArgumentTypeError for a name that is not in `able`.
@@ -380,29 +384,29 @@ def byte_count(text: str) -> int:
     return whole(text, 1, 2**50)
 
 
-def threads(text: str) -> int:
+def thread_number(text: str) -> int:
     """Return `text` as a number of threads from 1 to 1024. Raises ArgumentTypeError."""
     return whole(text, 1, 1024)  # torch itself has no limit
 
 
 def non_negative(text: str) -> float:
     """Return `text` as a float of at least 0. Raises ArgumentTypeError."""
-    return number(text, "of at least 0", lambda value: value >= 0)
+    return number_that(text, "of at least 0", lambda value: value >= 0)
 
 
 def positive(text: str) -> float:
     """Return `text` as a float greater than 0. Raises ArgumentTypeError."""
-    return number(text, "above 0", lambda value: value > 0)
+    return number_that(text, "above 0", lambda value: value > 0)
 
 
 def accuracy(text: str) -> float:
     """Return `text` as a float greater than 0 and at most 1. Raises ArgumentTypeError."""
-    return number(text, "above 0 and at most 1 (99 % is 0.99)", lambda value: 0 < value <= 1)
+    return number_that(text, "above 0 and at most 1 (99 % is 0.99)", lambda value: 0 < value <= 1)
 
 
 def fraction(text: str) -> float:
     """Return `text` as a float of at least 0 and less than 1. Raises ArgumentTypeError."""
-    return number(text, "of at least 0 and below 1", lambda value: 0 <= value < 1)
+    return number_that(text, "of at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
 def whole(text: str, least: int, most: int = 2**31 - 1) -> int:
@@ -416,7 +420,7 @@ def whole(text: str, least: int, most: int = 2**31 - 1) -> int:
     return value
 
 
-def number(text: str, kind: str, fits: Callable[[float], bool]) -> float:
+def number_that(text: str, kind: str, fits: Callable[[float], bool]) -> float:
     """Return `text` as a float that `fits`. kind: which these are, in words. Raises ArgumentTypeError."""
     try:
         value = float(text)
@@ -424,6 +428,6 @@ def number(text: str, kind: str, fits: Callable[[float], bool]) -> float:
         value = float("nan")
     if not fits(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number {kind}")
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST:g}, the largest value allowed")
+    if value > LARGEST_FLOAT:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {LARGEST_FLOAT:g}, the largest value allowed")
     return value

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from hvdtrain import cli
-from hvdtrain.checks import gpus, host, ranks
+from hvdtrain.checks import host, nvidia_smi, ranks
 from hvdtrain.checks.findings import Findings, Here, merged, show
+from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.launchers import announced, horovod_is_installed
-from hvdtrain.engines.start import start
 from hvdtrain.flags import Flags
-from hvdtrain.launching.exit_codes import LINGER_SECONDS, run
+from hvdtrain.launching.exit_codes import LINGER_SECONDS, run_command
 
 
 def check_build(findings: Findings, here: Here) -> None:
@@ -59,7 +59,7 @@ def check_build(findings: Findings, here: Here) -> None:
 
 
 ALONE = (  # checks of each rank on its own: one that raises does not hide the others
-    check_build, gpus.check_gpus, host.check_launcher, host.check_home, host.check_name, host.check_interfaces,
+    check_build, nvidia_smi.check_gpus, host.check_launcher, host.check_home, host.check_name, host.check_interfaces,
     host.check_memory_and_disk, host.check_data,
 )  # fmt: skip
 TOGETHER = (
@@ -96,7 +96,7 @@ def main() -> int:
     engine = None
     if findings.worst() != "problem":  # else the engine would hang or abort
         with findings.check("start"):
-            engine = start(flags.engine, device=flags.device)
+            engine = start_engine(flags.engine, device=flags.device)
     if engine is None:
         time.sleep(LINGER_SECONDS if announced().rank else 0)  # rank 0 prints first; mpirun then ends the others
         show(merged([findings.all], announced().rank), 1, flags.json)
@@ -111,4 +111,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

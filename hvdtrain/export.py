@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from hvdtrain.checkpoint import checkpoint, contents, mirror, own
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.cli import Parser, place
+from hvdtrain.cli import Parser, url_or_path
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import say, warn
-from hvdtrain.engines.modules import own_name
+from hvdtrain.engines.modules import uncompiled_name
 from hvdtrain.flags import Flags
-from hvdtrain.launching.exit_codes import run
-from hvdtrain.models import exporting, gpt
+from hvdtrain.launching.exit_codes import run_command
+from hvdtrain.models import formats, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
 
@@ -31,7 +31,7 @@ from hvdtrain.models.convnet import MODELS
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the command's flags. Raises UserError."""
     parser = Parser("hvdtrain.export", __doc__)
-    parser.add_argument("run", type=place, help="the --output-dir or --mirror of a run, or a checkpoint")
+    parser.add_argument("run", type=url_or_path, help="the --output-dir or --mirror of a run, or a checkpoint")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help=".safetensors, .pt, .pt2 or .onnx")
     parser.add_argument("--best", action="store_true", help="the epoch whose evaluation was the best, not the newest")
     return parser.parse_args(argv)
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
 def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the model's weights in a checkpoint, under its own names; of several models, NUMBER.NAME."""
     kinds = ("model.", "models.")
-    return {own_name(name).partition(".")[2]: t for name, t in tensors.items() if name.startswith(kinds)}
+    return {uncompiled_name(name).partition(".")[2]: t for name, t in tensors.items() if name.startswith(kinds)}
 
 
 def extra_of(facts: Facts, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def model_of(facts: Facts, weights: Mapping[str, Tensor]) -> tuple[nn.Module, Te
     raise UserError(f"the checkpoint is of a program whose model is not known here: {remedy}")
 
 
-def evaluated(facts: Facts) -> str:
+def evaluation_in_words(facts: Facts) -> str:
     """Return the value of the checkpoint's evaluation, if it follows one, for the line that is printed."""
     best = facts["best"]
     return f", {best['metric']} {best['value']:.4f}" if best else ""
@@ -80,22 +80,22 @@ def evaluated(facts: Facts) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
-    kind = exporting.require_kind(flags.to)
+    kind = formats.require_kind(flags.to)
     with mirror.local(flags.run, "the run at", best=flags.best) as path:
         if flags.best and path == flags.run:
             facts, tensors = checkpoint.best(path, str(flags.run), warn)
         else:
-            facts, tensors = checkpoint.find(path, str(flags.run), warn, keep_names=True)
+            facts, tensors = checkpoint.find_checkpoint(path, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)
-    if kind in exporting.WEIGHTS:
-        exporting.write_weights(weights | extra_of(facts, tensors), flags.to)
+    if kind in formats.WEIGHTS:
+        formats.write_weights(weights | extra_of(facts, tensors), flags.to)
     else:
         model, example = model_of(facts, weights)
         contents.load_model(model, weights)
-        exporting.write_program(model, [example], flags.to)
-    say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}{evaluated(facts)}")
+        formats.write_program(model, [example], flags.to)
+    say(f"{flags.to}: {len(weights)} tensors, as after step {facts['state']['step']}{evaluation_in_words(facts)}")
     return 0
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
 from hvdtrain.datasets.images import Images, open_folders
-from hvdtrain.datasets.shards import open_shards
+from hvdtrain.datasets.tar_shards import open_shards
+from hvdtrain.engines.choice import cores_of_rank
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.loading import default_workers, start_workers_early, workers_that_fit
 from hvdtrain.loop import optim
@@ -94,7 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     return flags
 
 
-def scaled(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -> Tensor:
+def scaled_images(images: Tensor, pixels: Tensor, memory_format: torch.memory_format) -> Tensor:
     """Return uint8 [b, 3, side, side], from any device, as float32 with mean 0 and deviation 1 on the device of `pixels`."""
     images = images.to(pixels.device, non_blocking=True).to(torch.float32, memory_format=memory_format)
     return images.sub_(pixels[0]).div_(pixels[1])
@@ -207,7 +207,7 @@ def open_data(flags: Flags, run: training.Run) -> ImageData:
     )
 
 
-def train(flags: Flags, run: training.Run, data: ImageData) -> None:
+def train_imagenet(flags: Flags, run: training.Run, data: ImageData) -> None:
     """Train and evaluate for --epochs. A collective."""
     memory_format = getattr(torch, MEMORY_FORMATS[flags.memory_format])
     pixels = torch.tensor([MEAN, DEVIATION], device=run.device).view(2, 3, 1, 1) * 255
@@ -237,7 +237,7 @@ def train(flags: Flags, run: training.Run, data: ImageData) -> None:
                 if len(labels) == 1 < flags.batch_size:
                     # The last batch may have one image, which gives batch norm no variance. Repeated, it has the same mean.
                     images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)
-                logits = model(scaled(images, pixels, memory_format))
+                logits = model(scaled_images(images, pixels, memory_format))
                 # Not the mean, which would be over those that can be read: each of them has the weight of any other.
                 losses = F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing, reduction="sum")
                 step.backward(losses / len(labels))
@@ -250,7 +250,7 @@ def train(flags: Flags, run: training.Run, data: ImageData) -> None:
 
         with run.evaluating(data.test, prefix="test") as mine:
             for images, labels in data.test_batches(mine):
-                logits = net(scaled(images, pixels, memory_format)).float()
+                logits = net(scaled_images(images, pixels, memory_format)).float()
                 probability, predicted = logits.softmax(1).topk(min(5, logits.shape[1]))
                 hits = predicted == labels[:, None]
                 loss = F.cross_entropy(logits, labels, reduction="none")
@@ -266,7 +266,7 @@ def main() -> int:
     if flags.dataset != "synthetic" and flags.workers != 0:
         start_workers_early()
     with training.start(flags, metrics=METRICS) as run:
-        train(flags, run, open_data(flags, run))
+        train_imagenet(flags, run, open_data(flags, run))
     return run.exit_code
 
 

@@ -36,19 +36,19 @@ from hvdtrain.engines.lines import result, warn
 from hvdtrain.flags import Flags
 from hvdtrain.loop import optim
 from hvdtrain.models.compiling import compiled
-from hvdtrain.models.gpt import GPT, SIZES, Sizes, loss_of, padded
+from hvdtrain.models.gpt import GPT, GPT_SIZES, Sizes, loss_of, padded
 from hvdtrain.output.clock import matrix_product_rate
 
 METRICS = {"loss": "min", "perplexity": "min", "bits_per_character": "min"}
 RECIPES: dict[str, dict[str, object]] = {
     # nanoGPT's CPU configuration.
     "shakespeare-cpu": dict(
-        **asdict(SIZES["shakespeare-cpu"]), tokens="characters", steps=2000, warmup_steps=100, lr=1e-3, min_lr=1e-4,
+        **asdict(GPT_SIZES["shakespeare-cpu"]), tokens="characters", steps=2000, warmup_steps=100, lr=1e-3, min_lr=1e-4,
         beta2=0.99, weight_decay=0.1, clip_norm=1.0, dropout=0.0,
     ),
     # nanoGPT's reproduction of the smallest GPT-2.
     "gpt2": dict(
-        **asdict(SIZES["gpt2"]), tokens="pairs", steps=600_000, warmup_steps=2000, lr=6e-4, min_lr=6e-5,
+        **asdict(GPT_SIZES["gpt2"]), tokens="pairs", steps=600_000, warmup_steps=2000, lr=6e-4, min_lr=6e-5,
         beta2=0.95, weight_decay=0.1, clip_norm=1.0, dropout=0.0,
     ),
 }  # fmt: skip
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     if flags.width % flags.heads:
         raise UserError(f"--width {flags.width} is not a multiple of --heads {flags.heads}", everywhere=True)
     if flags.evaluate is None:
-        of_gpt2 = all(getattr(flags, name) == getattr(SIZES["gpt2"], name) for name in SIZE_FLAGS)
+        of_gpt2 = all(getattr(flags, name) == getattr(GPT_SIZES["gpt2"], name) for name in SIZE_FLAGS)
         automatic = flags.recipe == "gpt2" and of_gpt2 and flags.batch_size is None and flags.accumulate is None
         share_batch(flags, flags.virtual_ranks or announced().size)
         if automatic:
@@ -137,10 +137,10 @@ def share_batch(flags: Flags, ranks: int) -> None:
         raise UserError(f"{message}: give --batch-size, too", everywhere=True)
 
 
-def load(flags: Flags, run: training.Run) -> text.Text:
+def load_text(flags: Flags, run: training.Run) -> text.Text:
     """Return the text, the same on every rank. A collective."""
     with run.raising_together("text"):
-        data = text.load(flags.text, flags.tokens, flags.vocabulary_size, flags.tokenizer)
+        data = text.load_tokens(flags.text, flags.tokens, flags.vocabulary_size, flags.tokenizer)
         windows, context = text.whole_windows(data.train, flags.context), flags.context
         if windows < run.size or len(data.validation) < 2:
             message = (
@@ -173,7 +173,7 @@ def adamw(net: GPT, flags: Flags) -> torch.optim.Optimizer:
     return optim.with_fused(torch.optim.AdamW, optim.decay_groups(net), **settings)
 
 
-def train(flags: Flags, run: training.Run, data: text.Text) -> None:
+def train_lm(flags: Flags, run: training.Run, data: text.Text) -> None:
     """Train and evaluate for --steps or --epochs. A collective."""
     context, state = flags.context, run.state
     windows = text.whole_windows(data.train, context)
@@ -216,7 +216,7 @@ def train(flags: Flags, run: training.Run, data: text.Text) -> None:
             with run.autocast():
                 written = continuation(net, data.vocabulary, data.validation[:1].tolist(), flags, run.heartbeat)
             run.event("sample", epoch=epoch + 1, text=written)
-            run.say(printable(written))
+            run.say(printable_text(written))
     rate = state.samples * context / max(state.train_seconds, 1e-9)
     speeds = dict(tokens_per_second=rate, flops_per_second=rate * net.flops_per_token())
     run.summary(tokens=state.samples * context, **speeds, matrix_product_flops_per_second=bound)
@@ -233,7 +233,7 @@ def continuation(
     return vocabulary.decode(drawn)
 
 
-def printable(written: str) -> str:
+def printable_text(written: str) -> str:
     """Return `written` with question marks for control characters and for those that the terminal cannot encode."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in written)
     encoding = sys.stdout.encoding or "utf-8"
@@ -248,9 +248,9 @@ def sample(flags: Flags) -> int:
     if named is None:
         raise UserError("--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir")
     with mirror.local(named, "--sample from") as path:
-        facts, tensors = checkpoint.find(path, f"--sample from {named}", warn, keep_names=True)
+        facts, tensors = checkpoint.find_checkpoint(path, f"--sample from {named}", warn, keep_names=True)
     try:
-        vocabulary = vocabularies.restore(**contents.registered_state(tensors, "vocabulary"))
+        vocabulary = vocabularies.restore_vocabulary(**contents.registered_state(tensors, "vocabulary"))
         rows = tensors["model.tokens.weight"].shape[0]
         net = GPT(Sizes(**{name: facts["config"][name] for name in SIZE_FLAGS}), vocabulary.size, rows=rows)
     except (KeyError, TypeError) as error:
@@ -258,7 +258,7 @@ def sample(flags: Flags) -> int:
     contents.load_model(net, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
     asked = flags.sample.encode(errors="surrogateescape").decode(errors="replace")  # argv may hold any bytes
     prompt = vocabulary.encode(asked).tolist() or [0]
-    result(printable(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))
+    result(printable_text(asked + continuation(net, vocabulary, prompt, flags, lambda: None)))
     return 0
 
 
@@ -267,7 +267,7 @@ def main() -> int:
     if flags.sample is not None:
         return sample(flags)
     with training.start(flags, metrics=METRICS) as run:
-        train(flags, run, load(flags, run))
+        train_lm(flags, run, load_text(flags, run))
     return run.exit_code
 
 

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import place_in_use
+from hvdtrain.inputs.dataloaders import Jobs, fetched_by, own_randomness, plain_order, require_usable
 from hvdtrain.inputs.fetching import Samples
-from hvdtrain.inputs.loaders import Jobs, fetched_by, own_randomness, plain_order, require_usable
 from hvdtrain.inputs.loading import as_it_is, show_own_dataset
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.samplers import digest_of, drawn, has_own_sampler, numbered
+from hvdtrain.inputs.samplers import digest_of_indices, drawn, has_own_sampler, numbered
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 Ends = Literal["drop", "weight", "repeat"]
@@ -113,7 +113,7 @@ class ExactLoader:
         whole, draws = self.batch_size is None, self._draws
         plain = [] if draws else [plain_order(self._given, count, self._seed, self.epoch)]
         batches = draws.batches(self._seed, self.epoch) if draws else plain
-        self._digest = digest_of(batches)
+        self._digest = digest_of_indices(batches)
         parts = len(batches) if whole else sum(map(len, batches))
         used = {"drop": parts - parts % per_step, "weight": parts, "repeat": parts + -parts % per_step}[self._ends]
         if not used:

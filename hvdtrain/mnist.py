@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hvdtrain import training
 from hvdtrain.cli import add_optimization
-from hvdtrain.datasets import mnist
+from hvdtrain.datasets import mnist_data
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     """Return the parsed command line. Raises UserError on bad input."""
     parser = training.parser("hvdtrain.mnist", __doc__, epochs=None, batch_size=None)
     add = parser.add_argument
-    add("--dataset", choices=mnist.NAMES, default="auto",
+    add("--dataset", choices=mnist_data.DATASET_NAMES, default="auto",
         help="what to train on (default: MNIST if present or downloadable, else digits)")  # fmt: skip
     add("--data-dir", type=Path, help="where the data files are, or are downloaded to")
     add("--train-samples", type=training.positive_int, help="train only on the first N samples")
@@ -96,7 +96,7 @@ def shared_batch(ranks: int) -> int:
     return max(16, min(96, 256 // ranks))
 
 
-def scaled(images: Tensor) -> Tensor:
+def scaled_digits(images: Tensor) -> Tensor:
     """Return uint8 [b, 1, 28, 28] as float32 in [0, 1], in channels_last.
 
     The layers compute in the memory format of the images: on a CPU, channels_last is 1.5 times as fast as contiguous. The
@@ -105,12 +105,14 @@ def scaled(images: Tensor) -> Tensor:
     return images.to(torch.float32, memory_format=torch.channels_last).div_(255)
 
 
-def load(flags: Flags, run: training.Run) -> mnist.Dataset:
+def load_images(flags: Flags, run: training.Run) -> mnist_data.Dataset:
     """Return the data, the same on every rank. A collective."""
     with run.raising_together("download"):  # one rank of each host: what is missing is then there for the others
-        dataset = mnist.load(flags.dataset, flags.data_dir, say=run.say) if run.engine.local_rank == 0 else None
+        dataset = (
+            mnist_data.load_dataset(flags.dataset, flags.data_dir, say=run.say) if run.engine.local_rank == 0 else None
+        )
     with run.raising_together("data"):
-        dataset = dataset or mnist.load(flags.dataset, flags.data_dir, download=False)
+        dataset = dataset or mnist_data.load_dataset(flags.dataset, flags.data_dir, download=False)
         flags.epochs = flags.epochs or FAST_EPOCHS[dataset.name]
         count = min(flags.train_samples or len(dataset.train_images), len(dataset.train_images))
         if count < run.size:
@@ -119,7 +121,7 @@ def load(flags: Flags, run: training.Run) -> mnist.Dataset:
     return dataset
 
 
-def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
+def train_mnist(flags: Flags, run: training.Run, dataset: mnist_data.Dataset) -> None:
     """Train and evaluate for --epochs. A collective."""
     train_images, train_labels = run.to_device(
         dataset.train_images[: flags.train_samples], dataset.train_labels[: flags.train_samples]
@@ -141,7 +143,7 @@ def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
             rate = peak_rate * optim.schedule_factor(flags.lr_schedule, run.progress)
             step.lr = rate * optim.warmup_factor(run.epochs_done, flags.warmup_epochs, initial.ranks, flags.lr_scaling)
             for images, labels in step.batches():
-                logits = model(scaled(images))
+                logits = model(scaled_digits(images))
                 step.backward(F.cross_entropy(logits, labels, label_smoothing=flags.label_smoothing))
                 if step.logged:  # the loss without smoothing, as in evaluations
                     step.record(loss=F.cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
@@ -150,7 +152,7 @@ def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
         with run.evaluating(len(test_images), prefix="test") as mine:
             batches = zip(*(part[mine].split(EVALUATION_BATCH) for part in (test_images, test_labels)), strict=True)
             for images, labels in batches:
-                logits = net(scaled(images))
+                logits = net(scaled_digits(images))
                 predicted = logits.argmax(1)
                 run.record(loss=F.cross_entropy(logits, labels, reduction="none"), accuracy=predicted == labels)
                 run.predict(label=labels, predicted=predicted, probability=logits.softmax(1))
@@ -159,7 +161,7 @@ def train(flags: Flags, run: training.Run, dataset: mnist.Dataset) -> None:
 def main() -> int:
     flags = parse()
     with training.start(flags, metrics=METRICS) as run:
-        train(flags, run, load(flags, run))
+        train_mnist(flags, run, load_images(flags, run))
     return run.exit_code
 
 

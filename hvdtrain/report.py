@@ -26,7 +26,7 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
 from hvdtrain.flags import Flags
 from hvdtrain.launching import exit_codes
-from hvdtrain.output.metric_names import Series, number
+from hvdtrain.output.metric_names import Series, finite_or_not
 from hvdtrain.output.recorded_runs import (
     RATE,
     TRAIN,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # The browser fetches and runs nothing, whatever the names in a run contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
+STYLE_SHEET = """
 :root { color-scheme: light dark; }
 body { max-width: 68rem; margin: auto; padding: 2rem 1rem; font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 figure { margin: 0 0 1.5rem; overflow-x: auto; }
@@ -53,10 +53,14 @@ th, td { padding: 0.4rem 0.9rem 0.4rem 0; text-align: left; vertical-align: top;
 .notes { padding: 0.1rem 1rem; background: #ffcc0033; }
 """
 MOST_VALUES = 12  # limit for drawn values
-MOST_RANKS = 16  # bars per run
-PHASES = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
+MOST_DRAWN_RANKS = 16  # bars per run
+PHASE_COLORS = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
-MARKERS = {"o": "dots", "^": "triangles", "s": "squares"}  # of the first three data sets that a value was evaluated on
+MARKER_NAMES = {
+    "o": "dots",
+    "^": "triangles",
+    "s": "squares",
+}  # of the first three data sets that a value was evaluated on
 # Okabe and Ito's palette, which is safe for colour-blind readers (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")
@@ -79,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     return parser.parse_args(argv)
 
 
-# ---- the page: `text` escapes every text from a run
+# ---- the page: `escaped` escapes every text from a run
 
 
 def printable(value: object) -> str:
@@ -87,7 +91,7 @@ def printable(value: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(value))
 
 
-def text(value: object) -> str:
+def escaped(value: object) -> str:
     """Return `value` escaped, for use as text or in a quoted attribute."""
     return escape(printable(value))
 
@@ -100,7 +104,7 @@ def build(runs: Sequence[RecordedRun], drawn: Iterable[tuple[str, bytes]]) -> st
     if left := names_to_draw(runs)[MOST_VALUES:]:
         notes.append(f"not drawn, as the record has more than {MOST_VALUES} values: {', '.join(left)}")
     shown = "".join(
-        f'<figure><figcaption>{text(name)}</figcaption><img alt="{text(name)}" src="data:image/png;base64,'
+        f'<figure><figcaption>{escaped(name)}</figcaption><img alt="{escaped(name)}" src="data:image/png;base64,'
         f'{base64.b64encode(png).decode()}"></figure>\n'
         for name, png in drawn
     )
@@ -115,20 +119,20 @@ def build(runs: Sequence[RecordedRun], drawn: Iterable[tuple[str, bytes]]) -> st
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{text(title)} · hvdtrain</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
-        f"<h1>{text(title)}</h1><p>{text('; '.join(data))}</p>\n{table(runs, rows)}\n"
-        + (f'<div class="notes">{"".join(f"<p>{text(note)}</p>" for note in notes)}</div>\n' if notes else "")
-        + f"{shown}<details><summary>Configuration</summary>{table(runs, config)}</details>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escaped(title)} · hvdtrain</title>\n'
+        f'<link rel="icon" href="data:,">\n<style>\n{STYLE_SHEET}</style>\n</head>\n<body>\n'
+        f"<h1>{escaped(title)}</h1><p>{escaped('; '.join(data))}</p>\n{html_table(runs, rows)}\n"
+        + (f'<div class="notes">{"".join(f"<p>{escaped(note)}</p>" for note in notes)}</div>\n' if notes else "")
+        + f"{shown}<details><summary>Configuration</summary>{html_table(runs, config)}</details>\n"
         f"<p>Made by hvdtrain.report, {time.strftime('%Y-%m-%d %H:%M:%S')}.</p>\n</body>\n</html>\n"
     )
 
 
-def table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str:
+def html_table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str:
     """Return a table as HTML: a column for each run. rows: cells by name."""
-    head = "".join(f"<th>{text(run.name)}</th>" for run in runs)
+    head = "".join(f"<th>{escaped(run.name)}</th>" for run in runs)
     body = "".join(
-        f"<tr><th>{text(name.replace('_', '-'))}</th>{''.join(f'<td>{text(cell)}</td>' for cell in cells)}</tr>\n"
+        f"<tr><th>{escaped(name.replace('_', '-'))}</th>{''.join(f'<td>{escaped(cell)}</td>' for cell in cells)}</tr>\n"
         for name, cells in rows.items()
     )
     return f"<figure><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></figure>"
@@ -137,15 +141,15 @@ def table(runs: Sequence[RecordedRun], rows: Mapping[str, Sequence[str]]) -> str
 def figures(run: RecordedRun) -> dict[str, str]:
     """Return the results by name; for a run that has not ended, the results so far."""
     found = results(run)
-    spent = number(run.summary.get("train_seconds"))
+    spent = finite_or_not(run.summary.get("train_seconds"))
     wholes = [attempt.began + attempt.ran for attempt in run.attempts]  # of each process, from its start
-    wholes[-1:] = [number(run.summary.get("total_seconds")) or wholes[-1]]
+    wholes[-1:] = [finite_or_not(run.summary.get("total_seconds")) or wholes[-1]]
     if spent is not None and isfinite(spent):
         found["training"] = f"{spent:,.1f} s"
     found["in all"] = f"{sum(wholes):,.1f} s"
     last = run.of_training()[-1].event if run.of_training() else {}
     for name, unit in ((RATE.name, "samples/s"), ("tokens_per_second", "tokens/s"), ("samples", "")):
-        value = number(run.summary.get(name, last.get(name)))
+        value = finite_or_not(run.summary.get(name, last.get(name)))
         if value is not None and isfinite(value):
             found[unit or name] = f"{value:,.0f}"
     found["state"] = run.state
@@ -160,11 +164,11 @@ def figures(run: RecordedRun) -> dict[str, str]:
 def draw_all(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     """Yield the plots of the runs with their titles: each value over samples and over seconds, then where the time goes."""
     for name in [*names_to_draw(runs)[:MOST_VALUES], RATE.name]:
-        if any(points(run.moments, Series(TRAIN, name)) for run in runs) or prefixes(runs, name):
+        if any(points(run.moments, Series(TRAIN, name)) for run in runs) or evaluated_datasets(runs, name):
             both = [partial(draw_values, runs=runs, name=name, axis=axis) for axis in ("samples", "seconds")]
             yield caption(runs, name), png(both)
     bars = [(f"{shortened(run.name)}, rank {rank}", share) for run in runs
-            for rank, share in enumerate(time_shares(run)[:MOST_RANKS])]  # fmt: skip
+            for rank, share in enumerate(time_shares(run)[:MOST_DRAWN_RANKS])]  # fmt: skip
     if bars:
         drawn = png([partial(draw_shares, bars=bars)], 0.9 + 0.22 * len(bars))
         yield "Time by phase: share of the time spent training", drawn
@@ -181,8 +185,8 @@ def caption(runs: Sequence[RecordedRun], name: str) -> str:
     """Return the title of a plot: its value, and what lines and markers are."""
     title = "samples per second, over all ranks" if name == RATE.name else shortened(name.replace("_", " "))
     parts = ["line: training"] if any(points(run.moments, Series(TRAIN, name)) for run in runs) else []
-    data = [DATA.get(prefix, prefix) for prefix in prefixes(runs, name)]
-    parts += [f"{kind}: {which}" for which, kind in zip(data, MARKERS.values(), strict=False)]
+    data = [DATA.get(prefix, prefix) for prefix in evaluated_datasets(runs, name)]
+    parts += [f"{kind}: {which}" for which, kind in zip(data, MARKER_NAMES.values(), strict=False)]
     parts += ["dashed: restart"] if any(len(run.attempts) > 1 for run in runs) else []
     return f"{title[:1].upper()}{title[1:]} ({', '.join(parts)})"
 
@@ -190,13 +194,16 @@ def caption(runs: Sequence[RecordedRun], name: str) -> str:
 def points(moments: Sequence[CurvePoint], series: Series, axis: str = "samples") -> list[tuple[float, float]]:
     """Return where a value was recorded, and its finite values."""
     found = [
-        (getattr(moment, axis), number(moment.event.get(RATE.name)) if series == RATE else moment.values.get(series))
+        (
+            getattr(moment, axis),
+            finite_or_not(moment.event.get(RATE.name)) if series == RATE else moment.values.get(series),
+        )
         for moment in moments
     ]
     return [(at, value) for at, value in found if value is not None and isfinite(value)]
 
 
-def prefixes(runs: Sequence[RecordedRun], name: str) -> list[str]:
+def evaluated_datasets(runs: Sequence[RecordedRun], name: str) -> list[str]:
     """Return the data sets on which the runs evaluated `name`."""
     found = [series for run in runs for moment in run.moments for series in moment.values]
     return list(dict.fromkeys(each.prefix for each in found if each.name == name and each.prefix != TRAIN))
@@ -227,7 +234,7 @@ def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str)
         curves = [(moments, TRAIN, dict(linewidth=0.8)) for moments in attempts]
         curves += [
             (run.moments, prefix, dict(marker=marker, linestyle=(0, (1, 2))))
-            for marker, prefix in zip(MARKERS, prefixes(runs, name), strict=False)
+            for marker, prefix in zip(MARKER_NAMES, evaluated_datasets(runs, name), strict=False)
         ]
         for moments, prefix, style in curves:
             if drawn := points(moments, Series(prefix, name), axis):
@@ -236,7 +243,7 @@ def draw_values(axes: "Axes", runs: Sequence[RecordedRun], name: str, axis: str)
         for attempt in run.attempts[1:]:
             at = attempt.samples if axis == "samples" else attempt.before
             axes.axvline(at, color=look(place)["color"], linestyle=(0, (4, 3)), linewidth=0.9)
-    metrics = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *prefixes(runs, name))]
+    metrics = [run.metric(Series(prefix, name)) for run in runs for prefix in ("", *evaluated_datasets(runs, name))]
     metric = next(filter(None, metrics), None)
     if metric is not None and metric.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -258,7 +265,7 @@ def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> N
     from matplotlib.ticker import PercentFormatter
 
     left = [0.0] * len(bars)
-    for phase, colour in PHASES.items():
+    for phase, colour in PHASE_COLORS.items():
         shares = [share.get(phase, 0.0) for _, share in bars]
         drawn = axes.barh(range(len(bars)), shares, left=left, height=0.62, color=colour, label=phase)
         labels = [f"{share:.0%}" if share >= 0.09 else "" for share in shares]
@@ -295,14 +302,14 @@ def png(draws: Sequence[Draw], height: float = HEIGHT) -> bytes:
 # ---- the command
 
 
-def make(directories: Sequence[Path], output_dir: Path) -> Path:
+def make_report(directories: Sequence[Path], output_dir: Path) -> Path:
     """Read the runs, write the page, and return its path. Raises UserError."""
     runs = read_runs(directories)
     whole = build(runs, draw_all(runs))
     path = output_dir / "report.html"
     with files.output_to(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, whole.encode(), sync=False)
+        atomic.write_atomically(path, whole.encode(), sync=False)
     return path
 
 
@@ -313,9 +320,9 @@ def main() -> int:
         raise UserError("hvdtrain.report reads what a run has left: start it without a launcher", everywhere=True)
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib: pip install 'hvdtrain[plot]'")
-    say(f"{make(flags.directories, flags.output_dir)}: open it in a browser")
+    say(f"{make_report(flags.directories, flags.output_dir)}: open it in a browser")
     return 0
 
 
 if __name__ == "__main__":
-    exit_codes.run(main)
+    exit_codes.run_command(main)

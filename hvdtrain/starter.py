@@ -27,7 +27,7 @@ from hvdtrain.cli import Parser, non_negative, port, positive, positive_int
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import GLOO_ALONE, Announced, announced, bound_by_default
 from hvdtrain.launching import import_timeout, run_script
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 from hvdtrain.launching.job_secret import job_secret
 from hvdtrain.launching.local_rendezvous import Meeting
 from hvdtrain.launching.rendezvous import meeting_point
@@ -84,14 +84,14 @@ def start_one(options: argparse.Namespace, place: Announced, words: list[str]) -
         os.environ.update(meeting.environment(place.rank))
     else:
         os.environ.update(GLOO_ALONE)
-    return run_script.find(words)
+    return run_script.find_program(words)
 
 
 def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -> int:
     """Start all ranks of this host, and return their exit code. In a rank, this function does not return."""
     from hvdtrain.engines import cores
     from hvdtrain.launching import forker
-    from hvdtrain.launching.supervisor import Supervisor, say
+    from hvdtrain.launching.supervisor import Supervisor, say_at_end
 
     ranks = options.local_ranks
     if bound_by_default(os.environ):  # by mpirun, which knows of only one process here
@@ -100,12 +100,12 @@ def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -
     if not options.oversubscribe:
         cores.refuse_too_many_for_cores(ranks, cores_here, place.launcher)
     meeting = meeting_of(options, place)
-    meeting.say = say
+    meeting.say = say_at_end
     # OpenMP reads this once, when torch is imported, so each rank's share must be set before.
     os.environ.setdefault("OMP_NUM_THREADS", str(cores.share_of_host(ranks, cores_here)[0]))
     imports = [name for name in options.imports.split(",") if name]
     limit = min(options.start_timeout, import_timeout.MOST_SECONDS)
-    started = forker.start(words, ranks, imports, options.oversubscribe, limit)
+    started = forker.start_forker(words, ranks, imports, options.oversubscribe, limit)
     try:
         return Supervisor(started, words, ranks, meeting).run()
     except (UserError, Failure) as error:
@@ -113,7 +113,7 @@ def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -
         if place.rank == 0:
             raise
         # Each host has a log of its own, and its number is none of a rank, as `exit_codes.run` would call it.
-        say(f"error: on {socket.gethostname()}, host {place.rank} of {place.size} (from 0): {error}")
+        say_at_end(f"error: on {socket.gethostname()}, host {place.rank} of {place.size} (from 0): {error}")
         return error.exit_code
     finally:
         meeting.linger()
@@ -121,14 +121,14 @@ def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -
 
 def main() -> int:
     try:
-        return start()
+        return start_ranks()
     except UserError as error:
         if announced().launcher in BY_HAND:
             error.everywhere = False  # its flags may be wrong on this host alone, and its output is not beside rank 0's
         raise
 
 
-def start() -> int:
+def start_ranks() -> int:
     import_timeout.report_start()
     options, words = parse(sys.argv[1:])
     if not words or words == ["-m"]:
@@ -139,9 +139,9 @@ def start() -> int:
     if options.local_ranks is not None:
         return start_all(options, place, words)
     import_timeout.limit_import()
-    run_script.run(start_one(options, place, words))
+    run_script.run_program(start_one(options, place, words))
     return 0
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli import Parser, number
+from hvdtrain.cli import Parser, number_that
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced, announced, bound_by_default, cores_of_job, ranks_on_host
-from hvdtrain.engines.lines import put
-from hvdtrain.engines.tuning import FAST, FIXED_SUMS, tuned_environment
+from hvdtrain.engines.library_settings import FAST, FIXED_SUMS, tuned_environment
+from hvdtrain.engines.lines import put_line
 from hvdtrain.launching import import_timeout, run_script, startup
 from hvdtrain.launching.exit_codes import end_with
 from hvdtrain.models import compile_cache
@@ -30,18 +30,18 @@ from hvdtrain.models import compile_cache
 if TYPE_CHECKING:
     from hvdtrain.guards.script_watchdog import ScriptWatchdog
 
-NAME = "hvdtrain.tuned"
+COMMAND_NAME = "hvdtrain.tuned"
 
 
 def seconds(text: str) -> float | str:
     """Return "auto" or a number of seconds. Raises ArgumentTypeError."""
-    return text if text == "auto" else number(text, "of seconds above 0, nor auto", lambda value: 0 < value <= 1e9)
+    return text if text == "auto" else number_that(text, "of seconds above 0, nor auto", lambda value: 0 < value <= 1e9)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of hvdtrain.tuned, and the script to run with its arguments. Raises UserError on bad input."""
-    parser = Parser(NAME, __doc__)
-    parser.usage = f"LAUNCHER python -m {NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS..."
+    parser = Parser(COMMAND_NAME, __doc__)
+    parser.usage = f"LAUNCHER python -m {COMMAND_NAME} [OPTIONS] (FILE | -m MODULE) ARGUMENTS..."
     parser.add_argument(
         "--watch", type=seconds, metavar="SECONDS",
         help="end the job after so long without progress; auto: 30 or more, an hour if a rank works (default: never)",
@@ -74,7 +74,7 @@ def tune(place: Announced, repeatable: bool) -> str:
         sys.modules["torch"].set_num_threads(threads)
     notes += [f"{name}={value}" for name, value in settings.items()]
     if not Path("/dev/nvidiactl").exists():  # on a GPU, a step uses little host memory
-        from hvdtrain.engines.tuning import keep_freed_memory
+        from hvdtrain.engines.library_settings import keep_freed_memory
 
         if keep_freed_memory(os.environ):
             notes.append("malloc keeps freed memory")
@@ -95,7 +95,7 @@ def refuse_torchrun(place: Announced) -> None:
         raise UserError(f"Horovod cannot see the ranks that torchrun starts: {remedy}", everywhere=True)
 
 
-def attach(flags: argparse.Namespace, place: Announced) -> list["ScriptWatchdog"]:
+def attach_to_script(flags: argparse.Namespace, place: Announced) -> list["ScriptWatchdog"]:
     """Hook into the script's import of Horovod, and return the list to which its watchdog is then added."""
     watchdogs: list[ScriptWatchdog] = []
 
@@ -127,18 +127,18 @@ def main() -> None:
         refuse_torchrun(place)
         done = tune(place, flags.repeatable)
         compile_cache.use_private()
-        script = run_script.find(words)
-        watchdogs = attach(flags, place)
+        script = run_script.find_program(words)
+        watchdogs = attach_to_script(flags, place)
     except UserError as error:
         end_with(error)
     if place.rank == 0:
-        say(done)
+        say_in_one_write(done)
     mine = os.getpid()
     failed: BaseException | None = None
     code: object = 0
     import_timeout.limit_import()
     try:
-        run_script.run(script)
+        run_script.run_program(script)
     except SystemExit as left:
         code = left.code
         raise
@@ -150,19 +150,19 @@ def main() -> None:
             for watchdog in watchdogs:
                 watchdog.end(failed, code)
             if failed is None and not code:
-                unused(place, words)
+                warn_if_unused(place, words)
 
 
-def unused(place: Announced, words: list[str]) -> None:
+def warn_if_unused(place: Announced, words: list[str]) -> None:
     """Print a warning if the script never imported Horovod."""
     if place.rank == 0 and not any(name.split(".")[0] == "horovod" for name in sys.modules):
         alone = f": its {place.size} ranks each ran alone" if place.size > 1 else ""
-        say(f"warning: {script_of(words)} never imported Horovod{alone}")
+        say_in_one_write(f"warning: {script_of(words)} never imported Horovod{alone}")
 
 
-def say(line: str) -> None:
+def say_in_one_write(line: str) -> None:
     """Print a line in one write: with PYTHONUNBUFFERED, `print` takes two. The script's streams stay as they are."""
-    put(sys.stderr, f"{NAME}: {line}\n")
+    put_line(sys.stderr, f"{COMMAND_NAME}: {line}\n")
 
 
 if __name__ == "__main__":

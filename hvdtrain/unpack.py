@@ -15,10 +15,10 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import say
 from hvdtrain.flags import Flags
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 
-PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = PACKAGE / "_checkout"  # setup.py puts it into the wheel
+INSTALLED = Path(__file__).resolve().parent
+CHECKOUT = INSTALLED / "_checkout"  # setup.py puts it into the wheel
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
@@ -28,15 +28,15 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     return parser.parse_args(argv)
 
 
-def unpack(directory: Path) -> None:
+def unpack_files(directory: Path) -> None:
     """Write the files. Raises UserError before anything is written; OSError, shutil.Error."""
     if not CHECKOUT.is_dir():
-        raise UserError(f"this hvdtrain runs from a checkout, which has launch/ and containers/: {PACKAGE.parent}")
+        raise UserError(f"this hvdtrain runs from a checkout, which has launch/ and containers/: {INSTALLED.parent}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty: name another DIR")
     shutil.copytree(CHECKOUT, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     without = shutil.ignore_patterns("__pycache__", CHECKOUT.name)
-    shutil.copytree(PACKAGE, directory / PACKAGE.name, ignore=without)
+    shutil.copytree(INSTALLED, directory / INSTALLED.name, ignore=without)
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
     if announced().size > 1:
         raise UserError("hvdtrain.unpack writes files once: start it without a launcher", everywhere=True)
     try:
-        unpack(flags.directory)
+        unpack_files(flags.directory)
     except OSError as error:  # shutil.Error is one
         why = error.strerror or str(error)[:200]
         raise UserError(f"{error.filename or flags.directory} cannot be written ({why}): name another DIR") from error
@@ -53,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

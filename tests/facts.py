@@ -14,7 +14,7 @@ from hvdtrain.loop.state import TrainState
 def sound_facts(**changed: Any) -> dict[str, Any]:
     """Return facts of a run of one rank without an optimizer, with some of them changed."""
     facts = {
-        "format": checkpoint.FORMAT,
+        "format": checkpoint.CHECKPOINT_FORMAT,
         "state": asdict(TrainState(step=12, samples=64)),
         "automatic": False,
         "best": None,
@@ -41,10 +41,10 @@ def own_tensors(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     packed = [{name: flattened(state) for name, state in one.items()} for one in ranks]
     told = [{name: (value, len(row)) for name, (value, row) in one.items()} for one in packed]
     rows = [row for one in packed for _, row in one.values()]
-    return {own.OWN: contents.encoded(told), own.BYTES: torch.cat([own.NO_BYTES, *rows])}
+    return {own.OWN: contents.json_tensor(told), own.BYTES: torch.cat([own.NO_BYTES, *rows])}
 
 
 def own_states(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Return what each rank has of its own in a checkpoint."""
-    ranks = own.unpacked(contents.decoded(tensors[own.OWN]), tensors[own.BYTES])
+    ranks = own.unpacked_states(contents.decoded(tensors[own.OWN]), tensors[own.BYTES])
     return [{name: unflattened(*one) for name, one in of.items()} for of in ranks]

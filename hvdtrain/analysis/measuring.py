@@ -20,14 +20,14 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
 
-Row = dict[str, Any]  # of the table
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+MessageRow = dict[str, Any]  # of the table
+MESSAGE_DTYPES = {"float32": torch.float32, "float16": torch.float16}
 BLOCKS = 5  # timed blocks per size: their median is the result, their range the noise
 MOST_IN_BLOCK = 1000
-COLUMNS = ("bytes", "count", "dtype", "time us", "least", "most", "repeats", "algbw GB/s", "busbw GB/s")
+TABLE_COLUMNS = ("bytes", "count", "dtype", "time us", "least", "most", "repeats", "algbw GB/s", "busbw GB/s")
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -51,61 +51,61 @@ def hardware() -> dict[str, object]:
     return found
 
 
-def make_directory(directory: Path) -> None:
+def make_writable(directory: Path) -> None:
     """Create `directory`. Raises UserError if it is not writable, so that this is known before measuring."""
     with files.output_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
         trial = directory / f".trial.{os.getpid()}"
-        atomic.write(trial, "", sync=False)
+        atomic.write_atomically(trial, "", sync=False)
         trial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, result: dict[str, object]) -> None:
     """Write `result` to `path` atomically. Values that JSON does not support are written as text. Raises UserError."""
     with files.output_to(path.parent):
-        atomic.write(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)
+        atomic.write_atomically(path, json.dumps(result, indent=2, default=str) + "\n", sync=False)
 
 
-def add_flags(parser: cli.Parser) -> None:
+def add_message_flags(parser: cli.Parser) -> None:
     add = parser.add_argument
     add("--collectives", action="store_true", help="measure the all-reduce alone, by message size in powers of two")
-    add("--dtype", choices=DTYPES, help="of the values of --collectives (default: both)")
+    add("--dtype", choices=MESSAGE_DTYPES, help="of the values of --collectives (default: both)")
     add("--min-bytes", type=cli.byte_count, default=4, help="smallest size of --collectives (default: 4)")
     add("--max-bytes", type=cli.byte_count, default=2**28, help="largest size of --collectives (default: 268435456)")
     add("--seconds-per-size", type=cli.positive, default=0.5, help="of --collectives, about (default: 0.5)")
 
 
-def settle(flags: Flags) -> None:
+def check_messages(flags: Flags) -> None:
     """Raise UserError for sizes that do not go together."""
     if flags.min_bytes > flags.max_bytes:
         message = f"--min-bytes {flags.min_bytes} is more than --max-bytes {flags.max_bytes}: swap them"
         raise UserError(message, everywhere=True)
 
 
-def sweep(engine: Engine, flags: Flags) -> list[Row]:
+def sweep_messages(engine: Engine, flags: Flags) -> list[MessageRow]:
     """Measure every size and dtype. Rank 0 prints the table, and all return its rows. A collective."""
-    rows: list[Row] = []
+    rows: list[MessageRow] = []
     if engine.rank == 0:
         about = f"{engine.size} rank{'s'[: engine.size > 1]}, {engine.description}, {engine.device.type}, sum"
-        lines.say(f"{about}\n{' '.join(f'{name:>11}' for name in COLUMNS)}")
-    for dtype in [flags.dtype] if flags.dtype else DTYPES:
+        lines.say(f"{about}\n{' '.join(f'{name:>11}' for name in TABLE_COLUMNS)}")
+    for dtype in [flags.dtype] if flags.dtype else MESSAGE_DTYPES:
         size = flags.min_bytes
         while size <= flags.max_bytes:
-            count = max(1, size // DTYPES[dtype].itemsize)
-            rows.append(measure(engine, dtype, count, flags.seconds_per_size))
+            count = max(1, size // MESSAGE_DTYPES[dtype].itemsize)
+            rows.append(measure_messages(engine, dtype, count, flags.seconds_per_size))
             if engine.rank == 0:
                 lines.say(line(rows[-1]))
             size *= 2
     return rows
 
 
-def measure(engine: Engine, dtype: str, count: int, seconds: float) -> Row:
+def measure_messages(engine: Engine, dtype: str, count: int, seconds: float) -> MessageRow:
     """Time all-reduces of `count` elements for about `seconds`, and return one row of the table. A collective.
 
     Raises Failure if a result is wrong.
     """
     name = f"sweep.{dtype}.{count}"
-    tensor = torch.full((count,), engine.rank + 1, device=engine.device, dtype=DTYPES[dtype])
+    tensor = torch.full((count,), engine.rank + 1, device=engine.device, dtype=MESSAGE_DTYPES[dtype])
     engine.all_reduce_(tensor, "sum", name)  # also the first warm-up
     expected = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
     if not torch.isclose(tensor, expected, rtol=0.01).all():
@@ -127,17 +127,17 @@ def measure(engine: Engine, dtype: str, count: int, seconds: float) -> Row:
 def block_seconds(engine: Engine, tensor: torch.Tensor, name: str, times: int) -> float:
     """Run `times` all-reduces, and return the seconds per all-reduce on the slowest rank. A collective."""
     engine.barrier()
-    synchronize(engine.device)
+    wait_for_device(engine.device)
     began = time.perf_counter()
     for _ in range(times):
         engine.all_reduce_(tensor, "sum", name)
-    synchronize(engine.device)
+    wait_for_device(engine.device)
     mine = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
     engine.all_reduce_(mine, "max", "block")
     return mine.item()
 
 
-def line(row: Row) -> str:
+def line(row: MessageRow) -> str:
     """Return one row of the table as text."""
     cells = [str(row[name]) for name in ("bytes", "count", "dtype")]
     cells += [f"{row[name] * 1e6:.2f}" for name in ("seconds", "seconds_least", "seconds_most")]

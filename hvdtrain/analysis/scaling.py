@@ -46,7 +46,7 @@ class Configuration(NamedTuple):
 
 
 Rounds = list[dict[Configuration, dict[str, Any]]]  # by round: the benchmark.json of each that succeeded
-Row = dict[str, Any]  # of the table: see `summarize`
+ScalingRow = dict[str, Any]  # of the table: see `summarize_rounds`
 
 
 def rank_counts(text: str) -> list[int]:
@@ -54,23 +54,23 @@ def rank_counts(text: str) -> list[int]:
     return sorted({cli.positive_int(number) for number in text.split(",")})
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_scaling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that are of --np alone: the ranks get all others."""
     add = parser.add_argument
     add("--np", type=rank_counts, metavar="N,N,...", help="start itself on so many ranks, and compare with the bound")
-    add("--engines", type=cli.some_of(VARIANTS), help=f"with --np: of {','.join(VARIANTS)} (default: horovod,ddp)")
+    add("--engines", type=cli.names_from(VARIANTS), help=f"with --np: of {','.join(VARIANTS)} (default: horovod,ddp)")
     add("--rounds", type=cli.positive_int, default=3, help="with --np: runs of every configuration (default: 3)")
     add("--timeout", type=cli.positive, default=600, help="with --np: of a run, in seconds (default: 600)")
     for flag in ("--hosts", "--interface"):
-        add(flag, action=cli.Gone, const=ELSEWHERE, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        add(flag, action=cli.RemovedFlag, const=ELSEWHERE, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def settle(flags: Flags, argv: Sequence[str]) -> None:
+def settle_passed(flags: Flags, argv: Sequence[str]) -> None:
     """Set what follows from --np; `flags.passed` is what each rank gets. Raises UserError."""
     if announced().size > 1:
         raise UserError("--np starts the launchers itself: leave out yours, or --np", everywhere=True)
     mine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_flags(mine)
+    add_scaling_flags(mine)
     mine.add_argument("--output-dir")
     passed = mine.parse_known_args(argv)[1]
     for flag in NOT_PASSED:
@@ -99,7 +99,7 @@ def command_of(which: Configuration, flags: Flags, directory: Path) -> list[str]
     return command(which.name, which.ranks, "hvdtrain.benchmark", words)
 
 
-def measure(which: Configuration, flags: Flags, directory: Path) -> dict[str, Any]:
+def measure_configuration(which: Configuration, flags: Flags, directory: Path) -> dict[str, Any]:
     """Run one configuration once, and return the content of benchmark.json. Raises UserError or OSError."""
     log, result = directory / "log", directory / "benchmark.json"
     directory.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def measure_all(flags: Flags, planned: list[Configuration], rounds: Rounds, fail
             name = f"{which.name}-{which.ranks}-round{number}".replace(" ", "-")
             about = f"round {number}/{flags.rounds}  {which!s:28}"
             try:
-                rounds[-1][which] = result = measure(which, flags, flags.output_dir / "runs" / name)
+                rounds[-1][which] = result = measure_configuration(which, flags, flags.output_dir / "runs" / name)
                 lines.say(f"{about} {rate(result):12,.1f} samples/s")
             except (UserError, OSError) as error:  # also no launcher, or a full disk
                 failed[which] = str(error)
@@ -142,12 +142,12 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
     return dict(median=statistics.median(known), least=min(known), most=max(known)) if known else None
 
 
-def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
+def summarize_rounds(rounds: Rounds, planned: Sequence[Configuration]) -> list[ScalingRow]:
     """Return one row per configuration that succeeded at least once.
 
     efficiency: its rate over that of the bound in the same round; None if no round has both.
     """
-    rows: list[Row] = []
+    rows: list[ScalingRow] = []
     for which in planned:
         bound = Configuration(APART, which.ranks)
         if here := [results for results in rounds if which in results]:
@@ -160,7 +160,7 @@ def summarize(rounds: Rounds, planned: Sequence[Configuration]) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def scaling_table(rows: Sequence[ScalingRow]) -> str:
     """Return the rows as a Markdown table: median (minimum to maximum)."""
 
     def cell(value: dict[str, float] | None, digits: int = 2) -> str:
@@ -175,7 +175,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(shown)
 
 
-def write(flags: Flags, rows: Sequence[Row], rounds: Rounds, failed: dict[Configuration, str]) -> None:
+def write_scaling(flags: Flags, rows: Sequence[ScalingRow], rounds: Rounds, failed: dict[Configuration, str]) -> None:
     """Write scaling.json to --output-dir. Raises UserError."""
     numbered = [(number, *one) for number, results in enumerate(rounds, 1) for one in results.items()]
     runs = [dict(round=number, name=which.name, **result) for number, which, result in numbered]
@@ -189,9 +189,9 @@ def interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def run(flags: Flags) -> int:
+def run_configurations(flags: Flags) -> int:
     """Measure, print the table, write the file. Returns the exit code."""
-    measuring.make_directory(flags.output_dir)
+    measuring.make_writable(flags.output_dir)
     signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
     planned = configurations(flags.engines, flags.np)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
@@ -203,11 +203,11 @@ def run(flags: Flags) -> int:
         measure_all(flags, planned, rounds, failed)
     except KeyboardInterrupt:
         code = 130
-        lines.put(sys.stderr, "interrupted: ended the running job, kept the measurements so far\n")
-    if rows := summarize(rounds, planned):
-        lines.say(f"\n{table(rows)}\n")  # first: there may be no space to write it
-        write(flags, rows, rounds, failed)
+        lines.put_line(sys.stderr, "interrupted: ended the running job, kept the measurements so far\n")
+    if rows := summarize_rounds(rounds, planned):
+        lines.say(f"\n{scaling_table(rows)}\n")  # first: there may be no space to write it
+        write_scaling(flags, rows, rounds, failed)
         lines.say(f"{flags.output_dir}/scaling.json")
     for which, why in failed.items():
-        lines.put(sys.stderr, f"hvdtrain.benchmark: error: {which}: {why}\n")
+        lines.put_line(sys.stderr, f"hvdtrain.benchmark: error: {which}: {why}\n")
     return code or int(bool(failed))

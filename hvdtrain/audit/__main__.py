@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from . import parse
-from .runs import NotAudited, Program, Run
+from .attempts import NotAudited, Program, Run
 from .verdicts import GUARANTEES, Case, Whole, compare_wholes, judge
 
 ELSEWHERE = "a second whole run went on from the first one: the program keeps its state elsewhere, not under {out}"

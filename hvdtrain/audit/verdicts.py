@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from .runs import Run, Step
+from .attempts import Run, Step
 
 
 class Verdict(NamedTuple):

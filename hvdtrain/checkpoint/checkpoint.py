@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]  # JSON: all of a checkpoint that is not a tensor
 
-NAME = re.compile(r"step-(\d{8,})\.safetensors")
-FORMAT = 6
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+CHECKPOINT_FORMAT = 6
 OTHER_VERSION = "another version of hvdtrain wrote this checkpoint: use that one, or train anew with --resume never"
 
 
@@ -42,7 +42,7 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}.safetensors"
 
 
-def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
+def checkpoint_digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the facts and of each tensor's name, dtype, shape and bytes."""
     total = hashlib.sha256(facts.encode())
     for name, tensor in sorted(tensors.items()):
@@ -51,7 +51,7 @@ def digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock | None" = None) -> None:
+def write_checkpoint(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock | None" = None) -> None:
     """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError or ValueError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
@@ -61,7 +61,7 @@ def write(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lock: "Lock |
     import safetensors.torch
 
     text = json.dumps(facts)
-    data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": digest(text, tensors)})
+    data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": checkpoint_digest(text, tensors)})
     if lock is not None:
         lock.require_in_place()
     files.make_directory(path.parent)
@@ -109,10 +109,12 @@ def read_facts(path: Path) -> Facts:
     return facts if isinstance(facts, dict) else {}
 
 
-def listed(directory: Path) -> list[Path]:
+def checkpoints_in(directory: Path) -> list[Path]:
     """Return the checkpoints in `directory`, newest first, without temporary files. Raises OSError if it cannot be read."""
     try:
-        numbered = [(int(match[1]), path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name))]
+        numbered = [
+            (int(match[1]), path) for path in directory.iterdir() if (match := CHECKPOINT_NAME.fullmatch(path.name))
+        ]
     except FileNotFoundError:
         return []
     return [path for _, path in sorted(numbered, reverse=True)]
@@ -129,7 +131,7 @@ class Damaged(Exception):
     """The file is not a complete, unmodified checkpoint. The message is one clause without the name of the file."""
 
 
-def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
+def read_checkpoint(path: Path) -> tuple[Facts, dict[str, Tensor]]:
     """Return the facts and the tensors (on the CPU). Raises Damaged, OSError if the file cannot be read, Failure if there is
     not enough memory to, and UserError if another version has written it.
 
@@ -144,7 +146,7 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         text = metadata["facts"]
-        if digest(text, tensors) != metadata["sha256"]:
+        if checkpoint_digest(text, tensors) != metadata["sha256"]:
             raise Damaged("its checksum does not match its content")
     except (Damaged, OSError):
         raise
@@ -158,7 +160,7 @@ def read(path: Path) -> tuple[Facts, dict[str, Tensor]]:
     # Its bytes are those that were written: what follows is no damage, and an older one would not do instead.
     with understood(f"{path}: "):
         facts = json.loads(text)
-        if facts["format"] != FORMAT:
+        if facts["format"] != CHECKPOINT_FORMAT:
             raise ValueError(facts["format"])
     return facts, tensors
 
@@ -184,13 +186,13 @@ def newest(
     damaged: dict[Path, Damaged] = {}
     content = None
     try:
-        paths = listed(directory)
+        paths = checkpoints_in(directory)
     except OSError as error:
         paths, unread = [], [error]
     for path in paths:
         try:
-            content = read(path)
-            own = path.with_name(own_name(content[0], path.name))
+            content = read_checkpoint(path)
+            own = path.with_name(name_of_checkpoint(content[0], path.name))
             if own == path or (keep_names and not own.exists()):
                 break
             if own.exists():
@@ -224,7 +226,7 @@ def newest(
     return content
 
 
-def own_name(facts: Facts, name: str) -> str:
+def name_of_checkpoint(facts: Facts, name: str) -> str:
     """Return the name of the checkpoint with these facts. name: that of its file, if they have no step.
 
     One that was copied under the name of a later step would be the newest for ever.
@@ -235,7 +237,7 @@ def own_name(facts: Facts, name: str) -> str:
         return name
 
 
-def find(
+def find_checkpoint(
     path: Path, label: str, warn: Callable[[str], None], *, keep_names: bool = False
 ) -> tuple[Facts, dict[str, Tensor]]:
     """Return facts and tensors of the checkpoint `path`, or of the newest valid one if `path` is a directory or a run.
@@ -250,7 +252,7 @@ def find(
             raise UserError(f"{label}: it has no valid checkpoint: name a step-*.safetensors{others}")
         return content
     try:
-        return read(path)
+        return read_checkpoint(path)
     except (Damaged, OSError) as error:
         if isinstance(error, OSError) and error.errno in OF_THE_FILE_SYSTEM:
             raise Failure(f"{label} cannot be read ({error.strerror}): start again once it can") from error
@@ -264,10 +266,10 @@ def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Fact
     directory: that of the run, or of its checkpoints. Raises UserError if there is none.
     """
     inner = directory / "checkpoints"
-    paths = listed(inner if inner.is_dir() else directory)
+    paths = checkpoints_in(inner if inner.is_dir() else directory)
     for path in best_of({path: read_facts(path) for path in paths}):
         try:
-            return read(path)
+            return read_checkpoint(path)
         except (Damaged, OSError) as error:
             warn(f"checkpoint {path} cannot be read ({error}); trying the next best")
     remedy = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"

@@ -15,7 +15,7 @@ from hvdtrain.engines.modules import is_extra
 CHUNK, CHUNK_ON_GPU = 2**18, 2**22
 
 
-def checksum(tensor: Tensor) -> Tensor:
+def tensor_checksum(tensor: Tensor) -> Tensor:
     """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
 
     It changes if a single bit flips, or if two different values are swapped. Computed on the tensor's device.
@@ -61,7 +61,9 @@ def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> Non
         if isinstance(what, LRScheduler):
             sums = [repr(getattr(what, key, None)) for key in ("last_epoch", "base_lrs", "_last_lr")]
         else:
-            sums = [str(int(checksum(value))) for key, value in what.state_dict().items() if not is_extra(key, value)]
+            sums = [
+                str(int(tensor_checksum(value))) for key, value in what.state_dict().items() if not is_extra(key, value)
+            ]
         rows = engine.all_gather_object(sums, f"register.{name}")
         for rank, row in enumerate(rows):
             if row != rows[0]:

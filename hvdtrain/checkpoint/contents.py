@@ -25,8 +25,8 @@ from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.broadcasts import load_exactly
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import is_extra, named_parameters, own_name
-from hvdtrain.engines.portable import TENSOR, NotStored, difference, from_json, require_no_meta, to_json
+from hvdtrain.engines.modules import is_extra, named_parameters, uncompiled_name
+from hvdtrain.engines.portable import TENSOR, NotStored, difference_of_values, from_json, require_no_meta, to_json
 from hvdtrain.models.weight_files import require_match
 
 OBJECTS = "objects"
@@ -34,7 +34,7 @@ IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optim
 REGISTER = "register the same objects as when it was written, or --resume never"
 
 
-class States(NamedTuple):
+class ObjectStates(NamedTuple):
     """What the objects of a run have returned as their state, before it was encoded."""
 
     optimizers: list[Any]
@@ -61,7 +61,7 @@ def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lamb
     return copies
 
 
-def prefixes(kind: str, count: int) -> list[str]:
+def prefixes_of_kind(kind: str, count: int) -> list[str]:
     """Return the name prefix of each of `count` objects. A single object has no number."""
     return [f"{kind}."] if count == 1 else [f"{kind}s.{number}." for number in range(count)]
 
@@ -69,16 +69,16 @@ def prefixes(kind: str, count: int) -> list[str]:
 def collect(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any],
     heartbeat: Callable[[], None] = lambda: None,
-) -> tuple[Facts, dict[str, Tensor], States]:  # fmt: skip
+) -> tuple[Facts, dict[str, Tensor], ObjectStates]:  # fmt: skip
     """Return all state: the facts (JSON), the tensors by name, which are not copied (see `snapshot`), and what was encoded.
 
     heartbeat: called for each registered object.
     """
     tensors: dict[str, Tensor] = {}
-    for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
+    for model, prefix in zip(models, prefixes_of_kind("model", len(models)), strict=True):
         tensors |= {f"{prefix}{name}": tensor for name, tensor in tensors_of(model).items()}
-    states, packed_optimizers = States([], {}), []
-    for optimizer, prefix in zip(optimizers, prefixes("optimizer", len(optimizers)), strict=True):
+    states, packed_optimizers = ObjectStates([], {}), []
+    for optimizer, prefix in zip(optimizers, prefixes_of_kind("optimizer", len(optimizers)), strict=True):
         states.optimizers.append(state := optimizer.state_dict())
         packed_optimizers.append(pack(state, prefix, tensors, *about_optimizer(optimizer)))
     packed = {}
@@ -91,7 +91,7 @@ def collect(
             packed[name] = pack(state, prefix, tensors, *about)
         heartbeat()
     require_storable(tensors)
-    tensors[OBJECTS] = encoded({"optimizers": packed_optimizers, "registered": packed})
+    tensors[OBJECTS] = json_tensor({"optimizers": packed_optimizers, "registered": packed})
     return (
         {
             "optimizer_types": types_of(optimizers),
@@ -128,7 +128,7 @@ def is_stored(dtype: torch.dtype) -> bool:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers in a module's state_dict by its own names. For the rest, see `own.extra_state`."""
-    return {own_name(name): value for name, value in module.state_dict().items() if not is_extra(name, value)}
+    return {uncompiled_name(name): value for name, value in module.state_dict().items() if not is_extra(name, value)}
 
 
 def names_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
@@ -180,20 +180,20 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor], what: str, remedy:
         return to_json(value, put)
 
 
-def encoded(value: Any) -> Tensor:
+def json_tensor(value: Any) -> Tensor:
     """Return JSON as a tensor, for what is too long for a file's header, such as the state of a data set."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def decoded(tensor: Tensor) -> Any:
-    """Return what was given to `encoded`."""
+    """Return what was given to `json_tensor`."""
     return json.loads(bytes(tensor.numpy()))
 
 
 # ---- loading: each raises UserError for what does not match
 
 
-def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack_value(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was given to `pack`."""
     return from_json(packed, lambda held: tensors[held[TENSOR]])
 
@@ -201,10 +201,10 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 def registered_state(tensors: Mapping[str, Tensor], name: str) -> Any:
     """Return the state of an object that was registered under `name`; None: there was none."""
     packed = decoded(tensors[OBJECTS])["registered"].get(name) if OBJECTS in tensors else None
-    return None if packed is None else unpack(packed, tensors)
+    return None if packed is None else unpack_value(packed, tensors)
 
 
-def load(
+def load_content(
     content: tuple[Facts, Mapping[str, Tensor]],
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -219,14 +219,14 @@ def load(
     if (there := facts["optimizer_types"]) != (here := types_of(optimizers)):
         message = f"{', '.join(there)} in the checkpoint, {', '.join(here)} now"
         raise UserError(f"the checkpoint does not match the optimizer ({message}): make the optimizer as the run did")
-    states = [unpack(packed, tensors) for packed in decoded(tensors[OBJECTS])["optimizers"]]
+    states = [unpack_value(packed, tensors) for packed in decoded(tensors[OBJECTS])["optimizers"]]
     load_optimizers(optimizers, models, states, facts["parameters"])
     with explained():
         scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
 
 
 def require_as_saved(
-    states: States, facts: Facts, tensors: Mapping[str, Tensor], models: Sequence[nn.Module],
+    states: ObjectStates, facts: Facts, tensors: Mapping[str, Tensor], models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:  # fmt: skip
     """Raise UserError if a resume would not have what a checkpoint was made of. Of optimizers, this needs their own code.
@@ -235,17 +235,17 @@ def require_as_saved(
     """
     held = decoded(tensors[OBJECTS])
     for name, saved in states.registered.items():
-        if why := difference(saved, unpack(held["registered"][name], tensors)):
+        if why := difference_of_values(saved, unpack_value(held["registered"][name], tensors)):
             what, remedy = about_registered(name)
             raise UserError(f"{what} cannot be restored: {why}: {remedy}")
     for number, (optimizer, saved) in enumerate(zip(optimizers, states.optimizers, strict=True)):
         what, remedy = about_optimizer(optimizer)
-        read = unpack(held["optimizers"][number], tensors)
-        why = difference(saved, read)
+        read = unpack_value(held["optimizers"][number], tensors)
+        why = difference_of_values(saved, read)
         if not why and (twin := twin_of(optimizer)) is not None:
             try:
                 load_optimizers([twin], models, [read], [facts["parameters"][number]])
-                why = difference(saved, twin.state_dict())
+                why = difference_of_values(saved, twin.state_dict())
             except UserError as error:
                 why = str(error)
         if why:
@@ -285,7 +285,7 @@ def explained() -> Iterator[None]:
 def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> None:
     """Load a checkpoint's models. Raises UserError if it does not match."""
     several = any(name.startswith("models.") for name in tensors)
-    for model, prefix in zip(models, prefixes("model", len(models)), strict=True):
+    for model, prefix in zip(models, prefixes_of_kind("model", len(models)), strict=True):
         if several != prefix.startswith("models."):
             raise UserError("the checkpoint does not match: it has a different number of models: check the script")
         load_model(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
@@ -293,7 +293,7 @@ def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> N
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state_dict into `model`. Raises UserError if names, shapes or types do not match."""
-    state = {own_name(name): tensor for name, tensor in state.items()}
+    state = {uncompiled_name(name): tensor for name, tensor in state.items()}
     try:
         require_match(state, tensors_of(model), types=True)
     except ValueError as error:
@@ -322,8 +322,8 @@ def load_registered(name: str, what: Any, state: Any) -> None:
 
 def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Call `model.load_state_dict` with the names that it has if parts of it are compiled."""
-    own = {own_name(name): value for name, value in state.items()}
-    here = {name: own[own_name(name)] for name in model.state_dict() if own_name(name) in own}
+    own = {uncompiled_name(name): value for name, value in state.items()}
+    here = {name: own[uncompiled_name(name)] for name in model.state_dict() if uncompiled_name(name) in own}
     model.load_state_dict(here, strict=False)  # strict=False: entries that `is_extra` are not in it
 
 

@@ -30,11 +30,11 @@ from hvdtrain.output.metric_names import best_of
 from hvdtrain.output.run_output import RunOutput
 
 MANIFEST, CHECKPOINTS, METRICS, SUMMARY = "mirror.json", "checkpoints", "metrics.jsonl", "summary.json"
-MOST_BYTES = 2**24  # of a manifest
+MOST_MANIFEST_BYTES = 2**24  # of a manifest
 CHUNK_BYTES = 2**20
 RETRY_SECONDS = 10.0  # after a failure
 RECORD_SECONDS = 60.0  # between two copies of the record without a new checkpoint
-OTHERS = "name another --mirror, or remove it"
+OTHER_RUN_REMEDY = "name another --mirror, or remove it"
 
 
 class Differs(Exception):
@@ -46,9 +46,9 @@ def by_step(name: str) -> tuple[int, str]:
     return len(name), name
 
 
-def identity(directory: Path) -> str | None:
+def run_identity(directory: Path) -> str | None:
     """Return what tells the run in an output directory from others: the SHA-256 of the first line of its record."""
-    with contextlib.suppress(OSError), files.opened(directory / METRICS) as file:
+    with contextlib.suppress(OSError), files.opened_for_reading(directory / METRICS) as file:
         line = file.readline()
         return hashlib.sha256(line).hexdigest() if line.endswith(b"\n") else None
     return None
@@ -77,7 +77,7 @@ class Remote:
         self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         # Trap: object stores have none, and s3fs would create a misspelt bucket. Their clients are asynchronous.
         self._has_directories = not self._fs.async_impl
-        self.run: str | None = None  # its `identity`
+        self.run: str | None = None  # its `run_identity`
         self.checkpoints: dict[str, dict[str, Any]] = {}  # complete ones, by name, newest first
 
     def _path(self, *names: str) -> str:
@@ -93,12 +93,14 @@ class Remote:
 
     def _manifest(self) -> tuple[str | None, str | None, dict[str, dict[str, Any]]]:
         """Return run, writer and checkpoints. Raises FileNotFoundError, and UserError if it is of something else."""
-        with self._open(MANIFEST, most=MOST_BYTES) as file:
-            content = file.read(MOST_BYTES)
+        with self._open(MANIFEST, most=MOST_MANIFEST_BYTES) as file:
+            content = file.read(MOST_MANIFEST_BYTES)
         try:
             held = json.loads(content)
             named = {name: dict(held["checkpoints"][name]) for name in sorted(held["checkpoints"], key=by_step)[::-1]}
-            if all(map(checkpoint.NAME.fullmatch, named)):  # a name may come from a stranger, and lead elsewhere
+            if all(
+                map(checkpoint.CHECKPOINT_NAME.fullmatch, named)
+            ):  # a name may come from a stranger, and lead elsewhere
                 return held["run"], held["writer"], named
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
@@ -137,7 +139,7 @@ class Remote:
 
     def put(self, path: Path) -> None:
         """Write a checkpoint, read it back, and enter it in the manifest. Raises Differs, and OSError if `path` is gone."""
-        with files.opened(path) as file:
+        with files.opened_for_reading(path) as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         entry = {"sha256": sha256, "best": checkpoint.read_facts(path).get("best")}
         if self.checkpoints.get(path.name) == entry:
@@ -165,7 +167,9 @@ class Remote:
             with contextlib.suppress(FileNotFoundError):  # an object store has no directory without an object
                 for path in self._fs.ls(self._path(*folder), detail=False):
                     name = path.rpartition("/")[2]
-                    unnamed = bool(folder and checkpoint.NAME.fullmatch(name)) and name not in self.checkpoints
+                    unnamed = (
+                        bool(folder and checkpoint.CHECKPOINT_NAME.fullmatch(name)) and name not in self.checkpoints
+                    )
                     if unnamed or name.startswith((f".{MANIFEST}.", f".{METRICS}.", f".{SUMMARY}.")):
                         self._fs.rm_file(path)
 
@@ -224,22 +228,22 @@ def local(place: str | Path, flag: str, *, best: bool = False) -> Iterator[Path]
         yield copied
 
 
-def restore(remote: Remote, output_dir: Path, flag: str) -> None:
+def restore_from_mirror(remote: Remote, output_dir: Path, flag: str) -> None:
     """Copy the run to an output directory that lacks it, or has an earlier state of it: newest checkpoint, best, records.
 
     Raises UserError if another run is there.
     """
     checkpoints = output_dir / CHECKPOINTS
-    here = checkpoint.listed(checkpoints)
-    if here and identity(output_dir) != remote.run:
+    here = checkpoint.checkpoints_in(checkpoints)
+    if here and run_identity(output_dir) != remote.run:
         raise UserError(f"{flag} {remote.url} has another run than {output_dir}: name another --output-dir")
     if here and by_step(here[0].name) >= by_step(next(iter(remote.checkpoints))):
         return
     files.make_directory(checkpoints)
     atomic.remove_partial(checkpoints)
     record = output_dir / METRICS
-    if os.path.lexists(record) and identity(output_dir) != remote.run:
-        record.rename(files.unused(record))
+    if os.path.lexists(record) and run_identity(output_dir) != remote.run:
+        record.rename(files.unused_name(record))
     for name in (METRICS, SUMMARY):  # first: a checkpoint without a record would be another run's
         with contextlib.suppress(FileNotFoundError):
             remote.get(output_dir, name)
@@ -252,7 +256,7 @@ def restore(remote: Remote, output_dir: Path, flag: str) -> None:
     lines.say(f"{newest.name} copied from {remote.url}")
 
 
-def prepare(output_dir: Path, mirror: str | None, resume: str) -> Remote | None:
+def prepare_mirror(output_dir: Path, mirror: str | None, resume: str) -> Remote | None:
     """Copy the run here, if it is there, and return the place to copy it to. Raises UserError.
 
     resume: "auto", a URL, at which there must be a run, or whatever else starts another run.
@@ -263,16 +267,16 @@ def prepare(output_dir: Path, mirror: str | None, resume: str) -> Remote | None:
     for url, flag in places.items():
         with readable(url, flag) as remote:
             if remote.checkpoints:
-                restore(remote, output_dir, flag)
+                restore_from_mirror(remote, output_dir, flag)
             elif flag == "--resume":
                 raise UserError(f"--resume {url} has no run: name another place, or leave it out")
     if mirror is None:
         return None
     with readable(mirror, "--mirror") as remote:
         if remote.checkpoints and not places:
-            raise UserError(f"--mirror {mirror} has a run, and --resume starts another: {OTHERS}")
-        if remote.checkpoints and remote.run != identity(output_dir):
-            raise UserError(f"--mirror {mirror} has another run than {output_dir}: {OTHERS}")
+            raise UserError(f"--mirror {mirror} has a run, and --resume starts another: {OTHER_RUN_REMEDY}")
+        if remote.checkpoints and remote.run != run_identity(output_dir):
+            raise UserError(f"--mirror {mirror} has another run than {output_dir}: {OTHER_RUN_REMEDY}")
         remote.begin()
         return remote
 
@@ -289,7 +293,7 @@ class Mirror:
         self._remote: Remote | None = None
         with engine.raising_together("mirror"):
             if engine.rank == 0:
-                self._remote = prepare(flags.output_dir, flags.mirror, flags.resume)
+                self._remote = prepare_mirror(flags.output_dir, flags.mirror, flags.resume)
         if is_url(flags.resume):
             flags.resume = "auto"
         self._copied: dict[str, tuple[int, int] | None] = {}  # by name: the files that are there, as they were here
@@ -339,13 +343,13 @@ class Mirror:
         remote, directory = self._remote, self._flags.output_dir / CHECKPOINTS
         assert remote is not None
         remote.require_writer()
-        remote.run = identity(self._flags.output_dir)
+        remote.run = run_identity(self._flags.output_dir)
         # First: a checkpoint without a record would be of an unknown run.
         for record in filter(self._is_new, (self._flags.output_dir / METRICS, self._flags.output_dir / SUMMARY)):
             state, content = size_and_time(record), files.read_bytes(record)
             remote.put_small(record.name, content[: content.rfind(b"\n") + 1])
             self._copied[record.name] = state
-        while (new := next(filter(self._is_new, checkpoint.listed(directory)), None)) is not None:
+        while (new := next(filter(self._is_new, checkpoint.checkpoints_in(directory)), None)) is not None:
             state = size_and_time(new)  # before: it may be written again meanwhile
             try:
                 remote.put(new)
@@ -356,7 +360,7 @@ class Mirror:
                 self._failed = True
                 if new.exists():
                     raise  # else it was removed here while it was read
-        here = {path.name for path in checkpoint.listed(directory)}
+        here = {path.name for path in checkpoint.checkpoints_in(directory)}
         gone = [name for i, name in enumerate(remote.checkpoints) if i >= self._flags.keep and name not in here]
         if gone or self._failed:
             remote.remove(gone)

@@ -14,20 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.checksums import checksum
+from hvdtrain.checkpoint.checksums import tensor_checksum
 from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import own_name
+from hvdtrain.engines.modules import uncompiled_name
 from hvdtrain.engines.portable import to_json
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
 
-Settings = list[list[dict[str, Any]]]  # of the parameter groups of each optimizer
+GroupSettings = list[list[dict[str, Any]]]  # of the parameter groups of each optimizer
 
 
-def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> GroupSettings:
     """Return a copy of the settings of each optimizer's parameter groups, such as learning rates."""
     return [
         [
@@ -38,7 +38,7 @@ def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
     ]
 
 
-def set_settings(optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+def set_settings(optimizers: Sequence[torch.optim.Optimizer], settings: GroupSettings) -> None:
     """Give each optimizer's parameter groups the settings that `settings_of` returned, and no others."""
     for optimizer, those in zip(optimizers, settings, strict=True):
         for group, mine in zip(optimizer.param_groups, those, strict=True):
@@ -69,7 +69,7 @@ def changed(module: nn.Module, began: Shapes) -> list[Late]:
 
 def make_room(module: nn.Module, late: Sequence[Late], device: torch.device) -> None:
     """Give `module` buffers of the saved shapes, to be loaded. One that this program begins otherwise stays as it is."""
-    layers: Mapping[str, nn.Module] = {own_name(path): layer for path, layer in module.named_modules()}
+    layers: Mapping[str, nn.Module] = {uncompiled_name(path): layer for path, layer in module.named_modules()}
     now = shapes(module)
     for full, began, shape, dtype in late:
         path, _, name = full.rpartition(".")
@@ -190,8 +190,8 @@ class Objects:
     def __init__(self, engine: Engine, resume: Resume, prepared: Prepared, registered: dict[str, Any]):
         self._engine, self._resume, self._prepared, self.registered = engine, resume, prepared, registered
         self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
-        self._of_program: Settings = []  # of the optimizers, as the program has made them
-        self._saved: Settings = []  # of the optimizers in the checkpoint, until training begins
+        self._of_program: GroupSettings = []  # of the optimizers, as the program has made them
+        self._saved: GroupSettings = []  # of the optimizers in the checkpoint, until training begins
         self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
         self._held: dict[str, dict[str, TensorMarks]] = {}  # their tensors, until a checkpoint has them
         self._marks = [marks_of(optimizer) for optimizer in prepared.optimizers]
@@ -224,7 +224,7 @@ class Objects:
             for optimizer in self._prepared.optimizers:
                 state = optimizer.state_dict()["state"]
                 with contents.storable(*contents.about_optimizer(optimizer)):
-                    packed = to_json(state, lambda tensor: int(checksum(tensor)))
+                    packed = to_json(state, lambda tensor: int(tensor_checksum(tensor)))
                 sums.append(hashlib.sha256(json.dumps(packed).encode()).hexdigest() if state else "")
         for rank, theirs in enumerate(rows := self._engine.all_gather_object(sums, "optimizer states.sums")):
             if theirs != rows[0]:
@@ -237,7 +237,7 @@ class Objects:
 
     def save(
         self, heartbeat: Callable[[], None], *, writes: bool
-    ) -> tuple[Facts, dict[str, Tensor], contents.States] | None:
+    ) -> tuple[Facts, dict[str, Tensor], contents.ObjectStates] | None:
         """Return facts, tensors that are not copied, and what was encoded; None on a rank that writes nothing. A collective
         up to there: what follows may fail on rank 0 alone, and others would wait."""
         self._require_same_states()
@@ -286,7 +286,7 @@ class Objects:
             message = f"its {changed[0]} has changed, and a resumed run would begin with that of a new one"
             self._resume.output.say(f"warning: run.register({name}=...): {message}: {remedy}")
 
-    def require_as_saved(self, states: contents.States, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+    def require_as_saved(self, states: contents.ObjectStates, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
         contents.require_as_saved(states, facts, tensors, self._prepared.models, self._prepared.optimizers)
 
@@ -296,7 +296,7 @@ class Objects:
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
             if tensors:
-                contents.load((facts, tensors), prepared.models, optimizers, prepared.scaler)
+                contents.load_content((facts, tensors), prepared.models, optimizers, prepared.scaler)
                 self._resume.require_choices(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.checkpoint import contents
-from hvdtrain.checkpoint.checksums import checksum
+from hvdtrain.checkpoint.checksums import tensor_checksum
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import is_extra, own_name, prefixes, running_statistics
-from hvdtrain.engines.portable import difference, flattened, require_no_meta, to_json, unflattened
+from hvdtrain.engines.modules import is_extra, prefixes_of_models, running_statistics, uncompiled_name
+from hvdtrain.engines.portable import difference_of_values, flattened, require_no_meta, to_json, unflattened
 
 OWN, BYTES = "own", "own.bytes"
 EXTRA = "extra "  # prefix of the providers of `ExtraState`
@@ -117,7 +117,7 @@ class Own:
             for rank in self.ranks:
                 with self.as_rank(rank):
                     packed.append(dict(self._each(moment, flattened)))
-                    sums.append(dict(self._each(moment, digest, only_if_unlike=True)))
+                    sums.append(dict(self._each(moment, digest_of_values, only_if_unlike=True)))
         common = {COMMON + name: flattened(state) for name, state in self._common(moment)}
         self._read_back = True
         if self.count > 1 and any(provider.only_if_unlike for provider in self._providers.values()):
@@ -129,7 +129,7 @@ class Own:
         ranks, whole = self._engine.all_gather_packed(*in_one_row(packed), "checkpoint.own")
         (for_all,), row = in_one_row([common])  # not gathered: rank 0 writes
         ranks[0] = for_all | ranks[0]
-        return {OWN: contents.encoded(ranks), BYTES: torch.cat([row, whole])}
+        return {OWN: contents.json_tensor(ranks), BYTES: torch.cat([row, whole])}
 
     def _is_many(self) -> bool:
         """Whether ranks are so many that some states are one for all. Not if they are those of fewer processes."""
@@ -152,13 +152,13 @@ class Own:
             what, remedy = provider.about
             with contents.storable(what, remedy):
                 yield name, pack(state)
-                if not self._read_back and (why := difference(state, unflattened(*flattened(state)))):
+                if not self._read_back and (why := difference_of_values(state, unflattened(*flattened(state)))):
                     raise UserError(f"{what} cannot be restored: {why}: {remedy}")
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Read what providers load when they are added. A collective. tensors: of the checkpoint, on rank 0."""
         ranks, row = contents.decoded(tensors[OWN]) if tensors else None, tensors.get(BYTES, NO_BYTES)
-        self._saved = unpacked(*self._engine.broadcast_packed(ranks, row, "checkpoint.own"))
+        self._saved = unpacked_states(*self._engine.broadcast_packed(ranks, row, "checkpoint.own"))
 
     def forget(self) -> None:
         """Free what was read."""
@@ -166,20 +166,20 @@ class Own:
 
 
 def in_one_row(packed: Sequence[dict[str, tuple[Any, Tensor]]]) -> tuple[list[PackedStates], Tensor]:
-    """Return what `unpacked` makes this of again."""
+    """Return what `unpacked_states` makes this of again."""
     told: list[PackedStates] = [{name: (value, len(row)) for name, (value, row) in one.items()} for one in packed]
     return told, torch.cat([NO_BYTES, *(row for one in packed for _, row in one.values())])
 
 
-def unpacked(ranks: Sequence[PackedStates], row: Tensor) -> list[dict[str, tuple[Any, Tensor]]]:
+def unpacked_states(ranks: Sequence[PackedStates], row: Tensor) -> list[dict[str, tuple[Any, Tensor]]]:
     """Return, of each rank and by provider, what `flattened` had returned. row: all bytes."""
     rows = iter(row.split([length for one in ranks for _, length in one.values()]))
     return [{name: (value, next(rows)) for name, (value, _) in one.items()} for one in ranks]
 
 
-def digest(state: Any) -> str:
+def digest_of_values(state: Any) -> str:
     """Return a hash of nested values."""
-    return hashlib.sha256(json.dumps(to_json(state, lambda tensor: int(checksum(tensor)))).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(to_json(state, lambda tensor: int(tensor_checksum(tensor)))).encode()).hexdigest()
 
 
 # ---- buffers
@@ -190,7 +190,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]
     for path, layer in module.named_modules():
         for name, buffer in layer._buffers.items():
             if name not in layer._non_persistent_buffers_set:
-                yield own_name(f"{path}.{name}" if path else name), buffer
+                yield uncompiled_name(f"{path}.{name}" if path else name), buffer
 
 
 class Buffers(Provider):
@@ -205,7 +205,7 @@ class Buffers(Provider):
         """Return each buffer once, by its unique name."""
         statistics = {id(buffer) for buffer in running_statistics(self._models)}
         named = dict[int, tuple[str, Tensor]]()
-        for prefix, model in zip(prefixes(self._models), self._models, strict=True):
+        for prefix, model in zip(prefixes_of_models(self._models), self._models, strict=True):
             for name, buffer in persistent_buffers(model):
                 if buffer is None or not buffer.is_floating_point() or buffer.layout is not torch.strided:
                     continue
@@ -250,7 +250,7 @@ def mean(values: Sequence[Tensor]) -> Tensor:
 
 def extra_state(module: nn.Module) -> dict[str, Any]:
     """Return what is neither parameter nor buffer in a state_dict: of `get_extra_state`, and what hooks add."""
-    return {own_name(key): value for key, value in module.state_dict().items() if is_extra(key, value)}
+    return {uncompiled_name(key): value for key, value in module.state_dict().items() if is_extra(key, value)}
 
 
 def load_extra_state(module: nn.Module, held: Mapping[str, Any]) -> None:
@@ -263,7 +263,8 @@ def load_extra_state(module: nn.Module, held: Mapping[str, Any]) -> None:
         return
     try:
         module.load_state_dict(
-            {key: held[own_name(key)] for key in module.state_dict() if own_name(key) in held}, strict=False
+            {key: held[uncompiled_name(key)] for key in module.state_dict() if uncompiled_name(key) in held},
+            strict=False,
         )
     except Exception as error:  # any: set_extra_state is the author's own
         last = (str(error) or type(error).__name__).splitlines()[-1].strip()
@@ -280,7 +281,7 @@ def share_extra_state(engine: Engine, module: nn.Module) -> None:
 
 def extra_states_in(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Return rank 0's in a checkpoint, by the name of the module."""
-    of_rank_0 = unpacked(contents.decoded(tensors[OWN]), tensors[BYTES])[0] if OWN in tensors else {}
+    of_rank_0 = unpacked_states(contents.decoded(tensors[OWN]), tensors[BYTES])[0] if OWN in tensors else {}
     return {name.removeprefix(EXTRA): unflattened(*one) for name, one in of_rank_0.items() if name.startswith(EXTRA)}
 
 
@@ -315,11 +316,11 @@ class Modes(Provider):
         self._in_loop: list[str] | None = None  # modules in evaluation mode in the loop over epochs; None: not known
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        tops = list(zip(prefixes(self._models), self._models, strict=True))
+        tops = list(zip(prefixes_of_models(self._models), self._models, strict=True))
         tops += [(f"registered {name}.", one) for name, one in self._registered.items() if isinstance(one, nn.Module)]
         for prefix, top in tops:
             for path, module in top.named_modules():
-                yield prefix + own_name(f"{path}."), module
+                yield prefix + uncompiled_name(f"{path}."), module
 
     def state(self, moment: Moment) -> Any:
         # Outside of the loop, the program sets modes before and after it, and does that again in a resumed run.
@@ -374,7 +375,7 @@ def unlike_integers(models: Sequence[nn.Module], say: Callable[[str], None]) -> 
     def take() -> dict[str, Tensor]:
         return {
             prefix + name: buffer
-            for prefix, model in zip(prefixes(models), models, strict=True)
+            for prefix, model in zip(prefixes_of_models(models), models, strict=True)
             for name, buffer in persistent_buffers(model)
             if buffer is not None and buffer.layout is torch.strided and not buffer.is_floating_point()
             if not name.endswith("num_batches_tracked")  # the same everywhere

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from hvdtrain.checkpoint.own import MOST_APART, Moment, Provider, Saved, digest
+from hvdtrain.checkpoint.own import MOST_APART, Moment, Provider, Saved, digest_of_values
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import to_json
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
-States = dict[str, Any]  # by the name of the generator
-Pair = tuple[States, States]  # at the beginning of the epoch, and after the last step
+GeneratorStates = dict[str, Any]  # by the name of the generator
+Pair = tuple[GeneratorStates, GeneratorStates]  # at the beginning of the epoch, and after the last step
 GLOBAL = "global "  # prefix; with a space, so that no name in `Run.register` has it
 
 
@@ -30,7 +30,7 @@ def is_generator(what: object) -> bool:
     return numpy is not None and isinstance(what, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     """Return the state of a generator, or of the modules `random` and `numpy.random`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -41,7 +41,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Set what `state_of` has returned."""
+    """Set what `generator_state` has returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif hasattr(generator, "getstate"):
@@ -63,8 +63,10 @@ class Generators(Provider):
         self.registered: dict[str, Any] = {}
         self._held: Pair | None = None  # of this rank in the checkpoint, until `begin`
         self._seeds_anew = False  # this rank is not in the checkpoint
-        self._began: States | None = None  # when the current epoch began
-        self._go_on: States | None = None  # after the last step of an epoch; in a resumed epoch, before its first step
+        self._began: GeneratorStates | None = None  # when the current epoch began
+        self._go_on: GeneratorStates | None = (
+            None  # after the last step of an epoch; in a resumed epoch, before its first step
+        )
 
     def _all(self) -> dict[str, Any]:
         generators: dict[str, Any] = {f"{GLOBAL}torch": torch.default_generator, f"{GLOBAL}random": random}
@@ -74,10 +76,10 @@ class Generators(Provider):
             generators[f"{GLOBAL}cuda"] = torch.cuda.default_generators[device.index or 0]
         return generators | self.registered
 
-    def _states(self) -> States:
-        return {name: state_of(generator) for name, generator in self._all().items()}
+    def _states(self) -> GeneratorStates:
+        return {name: generator_state(generator) for name, generator in self._all().items()}
 
-    def _set(self, states: States) -> None:
+    def _set(self, states: GeneratorStates) -> None:
         for name, generator in self._all().items():
             if name in states:
                 set_state(generator, states[name])
@@ -126,7 +128,7 @@ class Generators(Provider):
         if pair is None:  # on every rank
             return None
         names = engine.broadcast_object(sorted(self._all()), "generators.names")
-        hashes = [int(digest(states.get(name))[:15], 16) for states in pair for name in names]
+        hashes = [int(digest_of_values(states.get(name))[:15], 16) for states in pair for name in names]
         largest = torch.tensor([hashes, [-one for one in hashes]])
         engine.all_reduce_(largest, "max", "generators.alike")
         alike = [name for name, most, least in zip(names * 2, *largest.tolist(), strict=True) if most == -least]
@@ -147,7 +149,11 @@ class Generators(Provider):
         if saved.ranks_now <= len(pairs):
             return
         alike = [
-            {name: state for name, state in states.items() if all(same(state, pair[which].get(name)) for pair in pairs)}
+            {
+                name: state
+                for name, state in states.items()
+                if all(same_state(state, pair[which].get(name)) for pair in pairs)
+            }
             for which, states in enumerate(pairs[0])
         ]
         if saved.rank >= len(pairs):
@@ -158,7 +164,7 @@ class Generators(Provider):
             self._say(f"{message}: on the other ranks, they begin from new seeds")
 
 
-def same(one: Any, other: Any) -> bool:
+def same_state(one: Any, other: Any) -> bool:
     """Return whether two states are equal."""
     return bool(to_json(one) == to_json(other))
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hvdtrain.engines.lock import Lock
 
 LONGEST_NAME = "x" * 100  # longer than the names of temporary files
-LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
-MOST_NAMED = 3  # differences listed in one message
+RUN_LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
+MOST_NAMED_DIFFERENCES = 3  # differences listed in one message
 # In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
 POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
 LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
@@ -143,10 +143,14 @@ def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]
             yield Difference(name, there, here)
 
 
-def in_words(unlike: list[Difference]) -> str:
+def differences_in_words(unlike: list[Difference]) -> str:
     """Return the first differences as a clause, and the number of the others: there may be a thousand shards."""
-    message = "; ".join(f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED])
-    return message + (f"; and {len(unlike) - MOST_NAMED:,} more" if len(unlike) > MOST_NAMED else "")
+    message = "; ".join(
+        f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED_DIFFERENCES]
+    )
+    return message + (
+        f"; and {len(unlike) - MOST_NAMED_DIFFERENCES:,} more" if len(unlike) > MOST_NAMED_DIFFERENCES else ""
+    )
 
 
 def is_length(one: Difference) -> bool:
@@ -214,7 +218,7 @@ class Resume:
                 )
                 raise UserError(f"{message}: put {self.directory.name} back as it was, or --resume never")
         elif isinstance(resume, Path):
-            self._content = checkpoint.find(resume, f"--resume {resume}", self._warn)
+            self._content = checkpoint.find_checkpoint(resume, f"--resume {resume}", self._warn)
 
     def _open_to_evaluate(self, evaluate: Path | str) -> None:
         """Read a checkpoint of a run that may still be training: nothing of it is changed."""
@@ -225,7 +229,7 @@ class Resume:
             remedy = "name another one for the record of the evaluation, or leave it out"
             raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {remedy}")
         with mirror.local(evaluate, "--evaluate") as path:
-            self._content = checkpoint.find(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
+            self._content = checkpoint.find_checkpoint(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
 
     def _take(self, directory: Path) -> None:
         """Create the directory of the checkpoints and lock the one above it, so that no other run writes there."""
@@ -237,7 +241,7 @@ class Resume:
         output_dir = directory.parent
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            self.lock = Lock(output_dir, LOCK_SECONDS)
+            self.lock = Lock(output_dir, RUN_LOCK_SECONDS)
             directory.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 (directory / LONGEST_NAME).lstat()  # now, not at the first checkpoint: a path may have 4,096 bytes
@@ -315,14 +319,18 @@ class Resume:
         if self._flags.evaluate is not None:
             unlike = [one for one in unlike if one.name in self.data]
             if unlike:
-                self._warn(f"the model was trained with other data ({in_words(unlike)}): evaluated on those given now")
+                self._warn(
+                    f"the model was trained with other data ({differences_in_words(unlike)}): evaluated on those given now"
+                )
             return
         if unlike and self.continues:
             self.release()
             remedy = "give the same, or another --output-dir, or --resume never"
-            raise UserError(f"{self.directory} holds a run with different flags ({in_words(unlike)}): {remedy}")
+            raise UserError(
+                f"{self.directory} holds a run with different flags ({differences_in_words(unlike)}): {remedy}"
+            )
         if unlike:
-            message = f"the checkpoint was written with different flags ({in_words(unlike)})"
+            message = f"the checkpoint was written with different flags ({differences_in_words(unlike)})"
             self._warn(f"{message}: continued with those given now")
 
     def require_choices(self, chosen: Facts) -> None:
@@ -338,14 +346,18 @@ class Resume:
         if self.continues and not self.lengthened and self.facts["world_size"] == self.engine.size:
             self.release()
             remedy = "give the same, or another --output-dir, or --resume never"
-            raise UserError(f"{self.directory} holds a run with different settings ({in_words(unlike)}): {remedy}")
+            raise UserError(
+                f"{self.directory} holds a run with different settings ({differences_in_words(unlike)}): {remedy}"
+            )
         # A scheduler of another length begins again as it is now: `optim.redone`. Another line tells its length.
         again = {one.name.split()[0] for one in unlike if self.lengthened and is_length(one)}
         new = [one for one in unlike if one.name.split()[0] in again and not is_length(one)]
         kept = [one for one in unlike if one.name.split()[0] not in again]
         for which, what in ((kept, "those of the checkpoint are kept"), (new, "those given now are used")):
             if which:
-                self._warn(f"the program has other settings than the checkpoint ({in_words(which)}): {what}")
+                self._warn(
+                    f"the program has other settings than the checkpoint ({differences_in_words(which)}): {what}"
+                )
 
     def require_samples(self, source: Input) -> None:
         """Raise UserError on every rank if the program reads other samples than the run to resume."""

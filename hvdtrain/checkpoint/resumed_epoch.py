@@ -14,10 +14,10 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.objects import Settings, settings_of
+from hvdtrain.checkpoint.objects import GroupSettings, settings_of
 from hvdtrain.checkpoint.own import Modes, Moment
 from hvdtrain.engines.broadcasts import load_exactly
-from hvdtrain.engines.portable import difference, from_json, to_json
+from hvdtrain.engines.portable import difference_of_values, from_json, to_json
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState
 
@@ -37,8 +37,8 @@ class ResumedEpoch:
         facts = facts or {}
         self._changed: Changed | None = facts.get("head", [])  # None: it follows from the settings
         self._stopped_in: int = facts.get("evaluation", 0)  # the evaluation of the epoch, from 1; 0: none
-        self._before: Settings = []
-        self._after: Settings | None = None
+        self._before: GroupSettings = []
+        self._after: GroupSettings | None = None
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._states: list[Any] = []  # of the optimizers
         self._others: dict[str, Any] | None = None  # states of registered objects, by name; None: nothing is noted
@@ -105,7 +105,7 @@ class ResumedEpoch:
             for number, (groups, later_groups) in enumerate(zip(self._before, after, strict=True))
             for place, (group, later) in enumerate(zip(groups, later_groups, strict=False))
             for name in group.keys() & later.keys()
-            if difference(group[name], later[name])
+            if difference_of_values(group[name], later[name])
         ]
 
     def _put_back(self) -> None:
@@ -119,10 +119,10 @@ class ResumedEpoch:
         for number, (optimizer, held) in enumerate(zip(self._optimizers, self._states, strict=True)):
             if self._lengthened and not self._is_scheduled(optimizer):
                 held = held | {"param_groups": self._with_the_new_end(number, held["param_groups"])}
-            if difference(held, optimizer.state_dict()):
+            if difference_of_values(held, optimizer.state_dict()):
                 load_exactly(optimizer, held)
         for name, state in self._others.items():
-            if difference(state, self._registered[name].state_dict()):
+            if difference_of_values(state, self._registered[name].state_dict()):
                 self._registered[name].load_state_dict(state)
 
     def _with_the_new_end(self, number: int, held: list[dict[str, Any]]) -> list[dict[str, Any]]:

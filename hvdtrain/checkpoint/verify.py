@@ -8,11 +8,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.checkpoint.checkpoint import Damaged, read
+from hvdtrain.checkpoint.checkpoint import Damaged, read_checkpoint
 from hvdtrain.cli import Parser
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import result
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
     try:
-        facts, _ = read(flags.file)
+        facts, _ = read_checkpoint(flags.file)
     except (Damaged, OSError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"{flags.file}: {why}: name another checkpoint") from error
@@ -35,4 +35,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -31,7 +31,7 @@ def prune(directory: Path, keep: int, known: Mapping[Path, Facts] | None = None)
     keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`. known: facts of files that
     need not be read. Return these, and those that were read, of the files that are left.
     """
-    paths, known = checkpoint.listed(directory), known or {}
+    paths, known = checkpoint.checkpoints_in(directory), known or {}
     if len(paths) <= min(keep, SPARE):
         return dict(known)
     facts = {path: known[path] if path in known else checkpoint.read_facts(path) for path in paths}
@@ -122,7 +122,7 @@ class Writer:
         self.failed = None
         began, processor = time.monotonic(), time.thread_time()
         try:
-            checkpoint.write(path, facts, tensors, self.lock)
+            checkpoint.write_checkpoint(path, facts, tensors, self.lock)
             self._facts[path] = {name: facts.get(name) for name in ("automatic", "best")}
             with contextlib.suppress(OSError):  # what cannot be read or removed now, may be after the next one
                 self._facts = prune(self.directory, self.keep, self._facts)

@@ -112,8 +112,8 @@ def free_memory() -> int | None:
 
 def check_data(findings: Findings, here: Here) -> None:
     """Report where MNIST would be read from."""
-    from hvdtrain.datasets import mnist  # which imports torch
+    from hvdtrain.datasets import mnist_data  # which imports torch
 
     directory = here.flags.data_dir
-    data = mnist.load("mnist" if directory is not None else "auto", directory, download=False)
+    data = mnist_data.load_dataset("mnist" if directory is not None else "auto", directory, download=False)
     findings.ok(f"data: {data.reason}")

@@ -89,7 +89,7 @@ def check_output(findings: Findings, here: Here, engine: Engine) -> None:
         with engine.raising_together("probe"), files.output_to(directory):
             if engine.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
-                atomic.write(directory / name, "x", sync=False)
+                atomic.write_atomically(directory / name, "x", sync=False)
         sees = engine.all_gather_object(os.access(directory / name, os.F_OK), "sees")
         if engine.rank == 0:
             (directory / name).unlink(missing_ok=True)

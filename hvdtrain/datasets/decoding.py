@@ -100,7 +100,7 @@ def jpeg_size(content: bytes) -> tuple[int, int] | None:
         with contextlib.suppress(ValueError):  # for Pillow's better message
             height, width, *_ = simplejpeg.decode_jpeg_header(content)
             return height, width
-    with opened(content) as image:
+    with opened_image(content) as image:
         return image.height, image.width
 
 
@@ -121,7 +121,7 @@ def decode(content: bytes, scale: int = 1) -> Tensor:
                 return torch.from_numpy(simplejpeg.decode_jpeg(content, **least)).permute(2, 0, 1)
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    with opened(content) as image:
+    with opened_image(content) as image:
         width, height = image.size
         scale = max(scale, least_scale(height, width))  # crops are resized further
         if scale > 1:
@@ -148,7 +148,7 @@ def grey_in_8_bits(image: Tensor) -> Tensor:
     return (values * (255 / most)).round().byte()
 
 
-def opened(content: bytes) -> "Image.Image":
+def opened_image(content: bytes) -> "Image.Image":
     """Return a Pillow image whose pixels are not yet decoded. Raises ValueError if it has none of the FORMATS, or Pillow's
     exception."""
     from PIL import Image, UnidentifiedImageError

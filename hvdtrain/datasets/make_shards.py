@@ -18,15 +18,15 @@ from pathlib import Path
 
 from hvdtrain import cli
 from hvdtrain.datasets.images import list_folder, refuse_other_classes
-from hvdtrain.datasets.shards import obtain
+from hvdtrain.datasets.tar_shards import obtain
 from hvdtrain.engines import atomic, lines
 from hvdtrain.engines.errors import UserError
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.sharding import epoch_order
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 
 
-def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
+def make_shards(root: Path, target: Path, per_shard: int, seed: int) -> int:
     """Write the shards of one split, of nearly equal size. Return their number."""
     classes, listing = list_folder(root)
     order = epoch_order(len(listing.labels), seed, 0)
@@ -47,8 +47,8 @@ def make(root: Path, target: Path, per_shard: int, seed: int) -> int:
                     tar.addfile(member, io.BytesIO(data))
         obtain(path)
         sizes[path.name] = len(indices)
-    atomic.write(target / "sizes.json", json.dumps(sizes, indent=0) + "\n", sync=False)
-    atomic.write(target / "classes.json", json.dumps(classes, indent=0) + "\n", sync=False)
+    atomic.write_atomically(target / "sizes.json", json.dumps(sizes, indent=0) + "\n", sync=False)
+    atomic.write_atomically(target / "classes.json", json.dumps(classes, indent=0) + "\n", sync=False)
     return count
 
 
@@ -73,7 +73,7 @@ def main() -> int:
     refuse_other_classes(*(list_folder(flags.folder / split)[0] for split in ("train", "val")))
     try:
         for split in ("train", "val"):
-            count = make(flags.folder / split, flags.shards / split, flags.samples_per_shard, flags.seed)
+            count = make_shards(flags.folder / split, flags.shards / split, flags.samples_per_shard, flags.seed)
             lines.say(f"{flags.shards / split}: {count} shards")
     except OSError as error:
         raise UserError(f"{error.filename or flags.shards}: {error.strerror}") from error
@@ -81,4 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,11 +1,11 @@
 """A text as memory-mapped tokens: the first 90 % for training, the rest for validation.
 
     from hvdtrain.datasets import text
-    data = text.load([Path("book.txt")], "characters")
+    data = text.load_tokens([Path("book.txt")], "characters")
     inputs, targets = text.windows(data.train, torch.tensor([0, 5]), context=64)
 
-Every rank on a host calls `load` with the same arguments. The first process converts the text and stores the tokens in the
-cache directory; other processes and later runs map that file. If the cache is not writable, each process converts the text.
+Every rank on a host calls `load_tokens` with the same arguments. The first process converts the text and stores the tokens
+in the cache directory; other processes and later runs map that file. If the cache is not writable, each process converts it.
 """
 
 import codecs
@@ -22,15 +22,23 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hvdtrain.datasets.vocabularies import CODE_POINTS, Bytes, Characters, Pairs, Vocabulary, code_points, restore
+from hvdtrain.datasets.vocabularies import (
+    CODE_POINTS,
+    Bytes,
+    Characters,
+    Pairs,
+    Vocabulary,
+    code_points,
+    restore_vocabulary,
+)
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lock import Lock
 
 BLOCK_BYTES = 2**22  # read and converted at a time
-LOCK_SECONDS = 600.0  # how long to wait for another process, which may take minutes to learn byte pairs
+TOKENS_LOCK_SECONDS = 600.0  # how long to wait for another process, which may take minutes to learn byte pairs
 IGNORED = -100  # the default ignore_index of torch's cross-entropy
-FORMAT = 2  # format version of the files in the cache
+TOKENS_FORMAT = 2  # format version of the files in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Facts:
+class TokenFacts:
     """The data stored in the cache next to the tokens."""
 
     kind: str
@@ -84,7 +92,7 @@ def standard_library() -> list[Path]:
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
-def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None = None) -> Text:
+def load_tokens(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None = None) -> Text:
     """Return the concatenated text of the files `paths` as tokens. Default: Python's standard library.
 
     kind: one of vocabularies.KINDS. For pairs: `tokenizer`, a tokenizer.json; or `size`, the number of tokens to learn.
@@ -96,7 +104,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
         reason = f"{len(paths)} modules of Python's standard library, because --text was not given"
     given = None if tokenizer is None else read_tokenizer(tokenizer)
     sha256 = fingerprint(paths)
-    recipe = [FORMAT, sha256, kind, 0 if given else size, given and given.content]
+    recipe = [TOKENS_FORMAT, sha256, kind, 0 if given else size, given and given.content]
     stem = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     found, directory = None, files.cache_directory("text")
     if directory is not None:
@@ -105,7 +113,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
             if found is None:
                 keep(directory, stem, paths, kind, size, given)
                 found = cached(directory, stem)
-        if found is not None and checksum(found[0], zlib.crc32(found[1].numpy().data)) != found[0].crc:
+        if found is not None and tokens_crc(found[0], zlib.crc32(found[1].numpy().data)) != found[0].crc:
             # A disk lost them, or someone wrote there. Otherwise as many zeros would be trained on.
             with contextlib.suppress(OSError):
                 (directory / f"{stem}.json").unlink()
@@ -114,7 +122,7 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
         parts: list[Tensor] = []
         found = convert(paths, kind, size, given, parts.append), torch.cat(parts)
     facts, tokens = found
-    vocabulary = restore(facts.kind, facts.content)
+    vocabulary = restore_vocabulary(facts.kind, facts.content)
     reason = (
         f"{reason}: {len(tokens):,} tokens, {vocabulary.size:,} different {'byte pairs' if kind == 'pairs' else kind}"
     )
@@ -122,10 +130,12 @@ def load(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path | None
     return Text(name, reason, sha256, tokens[:cut], tokens[cut:], facts.validation_characters, vocabulary)
 
 
-def convert(paths: Sequence[Path], kind: str, size: int, given: Pairs | None, put: Callable[[Tensor], object]) -> Facts:
+def convert(
+    paths: Sequence[Path], kind: str, size: int, given: Pairs | None, put: Callable[[Tensor], object]
+) -> TokenFacts:
     """Convert the text, and call `put` with each part of the tokens. Return the facts about it. Raises UserError."""
     total, seen = 0, torch.zeros(CODE_POINTS if kind == "characters" else 0, dtype=torch.bool)
-    for block in blocks(paths, kind):
+    for block in text_blocks(paths, kind):
         total += len(block)
         if isinstance(block, str) and kind == "characters":
             seen.index_fill_(0, code_points(block).long(), True)
@@ -138,24 +148,24 @@ def convert(paths: Sequence[Path], kind: str, size: int, given: Pairs | None, pu
     elif kind == "bytes":
         vocabulary = Bytes()
     else:
-        characters = cast("Iterator[str]", between(blocks(paths, kind), 0, cut))  # only kind "bytes" has bytes
+        characters = cast("Iterator[str]", between(text_blocks(paths, kind), 0, cut))  # only kind "bytes" has bytes
         vocabulary = given or Pairs.learn(characters, size)
     dtype = torch.uint8 if vocabulary.size <= 256 else torch.int32
     counts = [0, 0]
     for part, (first, last) in enumerate(((0, cut), (cut, total))):
-        for block in between(blocks(paths, kind), first, last):
+        for block in between(text_blocks(paths, kind), first, last):
             tokens = vocabulary.encode(block).to(dtype)
             counts[part] += len(tokens)
             put(tokens)
-    return Facts(kind, vocabulary.content, counts[0], counts[1], total - cut)
+    return TokenFacts(kind, vocabulary.content, counts[0], counts[1], total - cut)
 
 
-def blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
+def text_blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
     """Yield the files' text in blocks, or their bytes if kind is "bytes". Raises UserError."""
     for path in paths:
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
-            with files.opened(path) as file:
+            with files.opened_for_reading(path) as file:
                 while chunk := file.read(BLOCK_BYTES):
                     yield chunk if kind == "bytes" else decoder.decode(chunk)
                 decoder.decode(b"", final=True)
@@ -182,7 +192,7 @@ def fingerprint(paths: Sequence[Path]) -> str:
     found = []
     for path in paths:
         try:
-            with files.opened(path) as file:
+            with files.opened_for_reading(path) as file:
                 found.append(hashlib.file_digest(file, "sha256").hexdigest())
         except OSError as error:
             raise unreadable("--text", path, error) from error
@@ -207,13 +217,13 @@ def unreadable(flag: str, path: Path, error: OSError) -> UserError:
     return UserError(f"{flag} {path}: {error.strerror or error}: name a file that can be read")
 
 
-def cached(directory: Path, stem: str) -> tuple[Facts, Tensor] | None:
+def cached(directory: Path, stem: str) -> tuple[TokenFacts, Tensor] | None:
     """Return facts and memory-mapped tokens of cache entry `stem`; None if it is missing or incomplete."""
     tokens = directory / f"{stem}.tokens"
     try:
-        facts = Facts(**json.loads(files.read_bytes(directory / f"{stem}.json")))
+        facts = TokenFacts(**json.loads(files.read_bytes(directory / f"{stem}.json")))
         count = facts.train_tokens + facts.validation_tokens
-        dtype = torch.uint8 if restore(facts.kind, facts.content).size <= 256 else torch.int32
+        dtype = torch.uint8 if restore_vocabulary(facts.kind, facts.content).size <= 256 else torch.int32
         if tokens.stat().st_size != count * dtype.itemsize:
             return None
         return facts, torch.from_file(str(tokens), shared=False, size=count, dtype=dtype)
@@ -229,7 +239,7 @@ def locked(directory: Path) -> Iterator[None]:
     """
     lock = None
     with contextlib.suppress(OSError):  # also TimeoutError
-        lock = Lock(directory, LOCK_SECONDS)
+        lock = Lock(directory, TOKENS_LOCK_SECONDS)
     try:
         yield
     finally:
@@ -237,7 +247,7 @@ def locked(directory: Path) -> Iterator[None]:
             lock.release()
 
 
-def checksum(facts: Facts, of_tokens: int) -> int:
+def tokens_crc(facts: TokenFacts, of_tokens: int) -> int:
     """Return Facts.crc. of_tokens: the CRC-32 of the tokens."""
     return zlib.crc32(facts.content.encode(errors="surrogatepass"), of_tokens)
 
@@ -254,4 +264,6 @@ def keep(directory: Path, stem: str, paths: Sequence[Path], kind: str, size: int
             file.write(tokens.numpy().data)
 
         facts = convert(paths, kind, size, given, put)
-    atomic.write(directory / f"{stem}.json", json.dumps(asdict(facts) | {"crc": checksum(facts, crc)}).encode())
+    atomic.write_atomically(
+        directory / f"{stem}.json", json.dumps(asdict(facts) | {"crc": tokens_crc(facts, crc)}).encode()
+    )

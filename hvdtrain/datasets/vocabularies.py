@@ -35,7 +35,7 @@ class Vocabulary(ABC):
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Compare with a saved vocabulary. Raises UserError if it differs, because the model's tokens would not match."""
         if dict(state) != self.state_dict():
-            there = restore(state["kind"], state["content"])
+            there = restore_vocabulary(state["kind"], state["content"])
             other = "other " if (there.kind, there.size) == (self.kind, self.size) else ""
             message = f"{there.size} {there.kind} in the checkpoint, {other}{self.size} {self.kind} here"
             remedy = "give the --text and --tokens that it was trained with, or --resume never"
@@ -132,7 +132,7 @@ def package() -> ModuleType:
     return tokenizers
 
 
-def restore(kind: str, content: str) -> Vocabulary:
+def restore_vocabulary(kind: str, content: str) -> Vocabulary:
     """Return the vocabulary defined by kind and content."""
     return Bytes() if kind == "bytes" else {"characters": Characters, "pairs": Pairs}[kind](content)
 

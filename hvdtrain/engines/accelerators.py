@@ -100,7 +100,7 @@ class Delayed:
         return self._values.tolist()
 
 
-def read(values: "list[Tensor | float]") -> list[float]:
+def read_scalars(values: "list[Tensor | float]") -> list[float]:
     """Return the values of scalars as numbers. Those on an accelerator are read with one copy."""
     away = [value for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
     arrived = iter(torch.stack([value.detach().double() for value in away]).tolist() if away else ())

@@ -30,7 +30,7 @@ def replacing(path: Path, mode: str = "w", *, sync: bool = False) -> Iterator[IO
             yield file
             if sync:
                 file.flush()
-                synchronize(file.fileno())
+                fsync(file.fileno())
         temporary.replace(path)
         if sync:
             sync_directory(path.parent)
@@ -53,7 +53,7 @@ def replacing_several(path: Path) -> Iterator[Path]:
             made.replace(path.with_name(made.name))
 
 
-def write(path: Path, content: bytes | bytearray | memoryview | str, *, sync: bool = True) -> None:
+def write_atomically(path: Path, content: bytes | bytearray | memoryview | str, *, sync: bool = True) -> None:
     """Write `path`, as `replacing` does. Raises OSError."""
     with replacing(path, "w" if isinstance(content, str) else "wb", sync=sync) as file:
         file.write(content)
@@ -63,12 +63,12 @@ def sync_directory(directory: Path) -> None:
     """Call fsync on `directory`, so that a new file name in it is on the disk. Raises OSError."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        synchronize(handle)
+        fsync(handle)
     finally:
         os.close(handle)
 
 
-def synchronize(handle: int) -> None:
+def fsync(handle: int) -> None:
     """Call fsync, if the file system has it. Raises OSError."""
     try:
         os.fsync(handle)

@@ -21,7 +21,7 @@ class GradientCompressor:
         self.predivide = predivide
         self.factor_after = factor_after
 
-    def together(self, gradients: Sequence[Tensor]) -> "tuple[list[Tensor], list[Part]]":
+    def together(self, gradients: Sequence[Tensor]) -> "tuple[list[Tensor], list[BucketPart]]":
         """Return the tensors to send, and for each what `decompress` takes.
 
         On a GPU, by a few kernels for many tensors: ResNet-50 has 161 gradients, and the host starts each kernel.
@@ -31,14 +31,14 @@ class GradientCompressor:
             sent = list(torch._foreach_div(sent, self.predivide))
         sent = cast(sent, [self.wire_dtype or tensor.dtype for tensor in sent])
         bucket = Bucket(sent, gradients)
-        return sent, [Part(bucket, number) for number in range(len(sent))]
+        return sent, [BucketPart(bucket, number) for number in range(len(sent))]
 
-    def compress(self, gradient: Tensor) -> "tuple[Tensor, Part]":
+    def compress(self, gradient: Tensor) -> "tuple[Tensor, BucketPart]":
         """The same for one gradient. Horovod calls it where gradients are not grouped."""
         (sent,), (part,) = self.together([gradient])
         return sent, part
 
-    def decompress(self, tensor: Tensor, part: "Part") -> Tensor:
+    def decompress(self, tensor: Tensor, part: "BucketPart") -> Tensor:
         """Return the reduced tensor, scaled, with dtype, shape and strides of the gradient. Its bucket is restored at the
         first call, when all of it has been reduced, in place of what was sent."""
         bucket = part.bucket
@@ -58,7 +58,7 @@ class Bucket:
         self.restored: list[Tensor] | None = None
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """One gradient of a bucket."""
 
     bucket: Bucket
@@ -77,7 +77,7 @@ def cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tenso
 def send_buckets_together(kind: Any, hvd: Any, compressor: GradientCompressor) -> None:
     """Let `kind`, the class that `hvd.DistributedOptimizer` has made, compress each group of gradients at once."""
 
-    def send(self: Any, group: Sequence[torch.nn.Parameter]) -> tuple[int, list[Part]]:
+    def send(self: Any, group: Sequence[torch.nn.Parameter]) -> tuple[int, list[BucketPart]]:
         gradients: list[Any] = [parameter.grad for parameter in group]
         sent, parts = compressor.together(gradients)
         name = self._parameter_names.get(group[0])
@@ -119,7 +119,7 @@ def as_carried(tensor: Tensor, known: Collection[torch.dtype] = KNOWN) -> Tensor
 
 
 @contextlib.contextmanager
-def written(tensor: Tensor, known: Collection[torch.dtype] = KNOWN) -> Iterator[Tensor]:
+def writable(tensor: Tensor, known: Collection[torch.dtype] = KNOWN) -> Iterator[Tensor]:
     """Context manager that yields what a collective may write in place of `tensor`: a view, or a copy to be copied back."""
     whole = in_memory_order(tensor.detach())
     sent = whole.resolve_conj().resolve_neg().contiguous()  # a slice of a larger tensor, or a lazy conjugate: a copy

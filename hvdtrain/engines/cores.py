@@ -58,7 +58,7 @@ def turn_on(rank: int, cores: Sequence[tuple[str, Collection[int]]]) -> int | No
 def stay_on(core: int) -> None:
     """Keep this process on a core, with all threads that it has. Does nothing where there is no /proc."""
     with contextlib.suppress(OSError):
-        for thread in processes.threads():
+        for thread in processes.own_threads():
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(thread, {core})
 

@@ -24,17 +24,17 @@ from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
 from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
-from hvdtrain.engines.compression import as_carried, written
+from hvdtrain.engines.compression import as_carried, writable
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import remedy
 from hvdtrain.guards.activity import Activity, collective
 from hvdtrain.guards.evidence import record_collectives
-from hvdtrain.launching.local_rendezvous import listed
+from hvdtrain.launching.local_rendezvous import first_few
 from hvdtrain.launching.rendezvous import (
     horovods_server,
     meeting_point,
     own_address_towards,
-    put,
+    put_value,
     require_free_ports,
     wait_for,
 )
@@ -235,8 +235,8 @@ class DdpEngine(Engine):
             group, key = "hvdtrain.ddp", str(next(MEETINGS))
             if rank:
                 return join(wait_for(server, group, key, MEETING_SECONDS).decode(), size)
-            store, address = serve(own_address_towards(server.host), 0, size)
-            put(server, group, key, address.encode())
+            store, address = serve_store(own_address_towards(server.host), 0, size)
+            put_value(server, group, key, address.encode())
             return store
         if launcher.startswith("mpirun") and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
             try:
@@ -251,7 +251,7 @@ class DdpEngine(Engine):
             same_host = ranks.Split_type(MPI.COMM_TYPE_SHARED).size == size
             if rank:
                 return join(ranks.bcast(None), size)
-            store, address = serve("127.0.0.1" if same_host else socket.gethostname(), 0, size)
+            store, address = serve_store("127.0.0.1" if same_host else socket.gethostname(), 0, size)
             ranks.bcast(address)
             return store
         host, port = meeting_point(os.environ, launcher)
@@ -259,10 +259,10 @@ class DdpEngine(Engine):
             # The store outlives this engine; its keys must not meet those of an earlier one, also before a restart.
             meeting = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(MEETINGS)}"
             return torch.distributed.PrefixStore(f"hvdtrain.{meeting}", join(f"{host} {port}", size))
-        return join(f"{host} {port}", size) if rank else serve(host, port, size)[0]
+        return join(f"{host} {port}", size) if rank else serve_store(host, port, size)[0]
 
     def choose_device(self, wanted: str) -> torch.device:
-        gpus = gpu.count(wanted)
+        gpus = gpu.usable_gpus(wanted)
         if not gpus:
             return torch.device("cpu")
         self.description = "ddp over NCCL"
@@ -378,7 +378,7 @@ class DdpEngine(Engine):
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        with written(tensor) as sent:
+        with writable(tensor) as sent:
             torch.distributed.broadcast(sent, src=self._first, group=self._group)
 
     def ending_calls(self) -> list[tuple[ModuleType, str]]:
@@ -406,10 +406,10 @@ def wait_for_all(store: "torch.distributed.Store", rank: int, size: int) -> None
         store.wait(["hvdtrain.all"], timedelta(seconds=MEETING_SECONDS))
     except RuntimeError as error:
         if late := [other for other in range(size) if not store.check([f"hvdtrain.{other}"])]:
-            raise TimeoutError(f"rank {listed(late)} did not connect within {MEETING_SECONDS:.0f} s") from error
+            raise TimeoutError(f"rank {first_few(late)} did not connect within {MEETING_SECONDS:.0f} s") from error
 
 
-def serve(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore", str]:
+def serve_store(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore", str]:
     """Return a TCPStore that listens on `host` and `port` (0: any free port), and its address, as `join` takes it.
 
     TCPStore has no authentication and listens on all interfaces by default, so it is given a socket bound to one address.

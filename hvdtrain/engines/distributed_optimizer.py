@@ -15,7 +15,7 @@ from torch import nn
 from hvdtrain.engines.base import WIRE_DTYPES, Reduction
 from hvdtrain.engines.compression import GradientCompressor, send_buckets_together
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.tuning import RELEASED_CAPACITY
+from hvdtrain.engines.library_settings import RELEASED_CAPACITY
 
 LARGEST_BUCKET, SMALLEST_BUCKET = 25 * 2**20, 2**20  # bytes; the largest is the default of DDP's bucket_cap_mb
 # Tensors. Each costs some microseconds after the last one is there, whatever its size: thousands would wait for the

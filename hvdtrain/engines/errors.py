@@ -1,6 +1,6 @@
 """The exceptions that end a run in one line, without a traceback."""
 
-LONGEST_LINE = 2000  # characters
+LONGEST_ERROR = 2000  # characters
 
 
 def one_line(text: object) -> str:
@@ -9,8 +9,8 @@ def one_line(text: object) -> str:
     Control characters are shown as Python writes them, and the middle of a long text is left out.
     """
     line = str(text)
-    if len(line) > LONGEST_LINE:
-        line = f"{line[: LONGEST_LINE // 2]} [...] {line[-LONGEST_LINE // 2 :]}"
+    if len(line) > LONGEST_ERROR:
+        line = f"{line[: LONGEST_ERROR // 2]} [...] {line[-LONGEST_ERROR // 2 :]}"
     line = " ".join(line.splitlines())
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 

@@ -16,7 +16,7 @@ SMALL = 2**20  # bytes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def unused(path: Path) -> Path:
+def unused_name(path: Path) -> Path:
     """Return a name beside `path` that is not there: for metrics.jsonl, metrics.1.jsonl or a higher number."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
@@ -74,14 +74,14 @@ def require_no_link(path: Path) -> None:
         raise OSError(errno.ELOOP, f"{path} is a symbolic link, which is not followed")
 
 
-def opened(path: str | Path) -> BufferedReader:
+def opened_for_reading(path: str | Path) -> BufferedReader:
     """Open a regular file for reading bytes. Raises OSError."""
     return os.fdopen(open_regular(path), "rb")
 
 
 def read_bytes(path: Path) -> bytes:
     """Return the content of a regular file. Raises OSError."""
-    with opened(path) as file:
+    with opened_for_reading(path) as file:
         return file.read()
 
 

@@ -18,7 +18,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import Announced, remedy
 from hvdtrain.engines.lines import WRITE_SECONDS, within
-from hvdtrain.launching.exit_codes import say
+from hvdtrain.launching.exit_codes import say_error
 
 if TYPE_CHECKING:
     from hvdtrain.guards.script_watchdog import ScriptWatchdog
@@ -57,7 +57,7 @@ def leave(error: UserError) -> NoReturn:
 
     os._exit, because an `hvd.shutdown` on a normal exit would cause errors on the other ranks, which would print first.
     """
-    say(error, "hvdtrain.tuned")
+    say_error(error, "hvdtrain.tuned")
     within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
     os._exit(error.exit_code)
 

@@ -10,7 +10,7 @@ from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 
 GLOO_SIZES = ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")  # of the groups in which Gloo connects every rank with every other
-SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
+GLOO_SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
 SERVER_SECONDS = 30.0  # for the rendezvous server to accept a connection
 
 
@@ -49,7 +49,7 @@ def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
     """Allow this process as many open files as Gloo's connections need. Raise UserError where that is not permitted: Gloo
     would crash."""
     # Measured: 4 + 4 * size on one host, where each other rank is in two of Gloo's three groups.
-    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + SPARE_FILES + 2 * (size + local_size + cross_size)
+    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + GLOO_SPARE_FILES + 2 * (size + local_size + cross_size)
     if not files.allow_open_files(needed):
         remedy = f"raise `ulimit -n` to {needed}, or use fewer ranks"
         raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {remedy}")

@@ -1,7 +1,7 @@
 """Which GPU a rank computes on, and in one line why it cannot.
 
 A GPU that is there is used, unless --device cpu was given: otherwise a whole node would train on its CPU, and only a note
-would say so. CUDA starts here, in `count`, and nowhere before.
+would say so. CUDA starts here, in `usable_gpus`, and nowhere before.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NAME_OF_GPU = re.compile("[0-9]+|(GPU|MIG)-.+")
 NO_GPU = "--device cuda, but torch sees no GPU here: use --device cpu, or a GPU node (in a container: --nv)"
 
 
-def count(wanted: str) -> int:
+def usable_gpus(wanted: str) -> int:
     """Return how many GPUs this process may compute on, and start CUDA if there are any. 0: compute on the CPU.
 
     wanted: "auto", "cpu" or "cuda". Raises UserError if there are GPUs that torch cannot use, and for "cuda" if there are
@@ -78,7 +78,7 @@ def first_sentence(error: Exception) -> str:
     return re.split(r"\n|\. |: http", str(error), maxsplit=1)[0].rstrip(".")
 
 
-def take(index: int) -> torch.device:
+def take_gpu(index: int) -> torch.device:
     """Make GPU `index` torch's current device, and return it. Raises UserError if torch cannot compute on it."""
     device = torch.device("cuda", index)
     try:
@@ -99,7 +99,7 @@ def of_local_rank(local_rank: int, gpus: int) -> torch.device:
     There may be fewer than ranks on this host: a scheduler shows each rank its own, an agent of torchrun its ranks theirs.
     Whether two ranks have the same is known once all have one (`require_own`). Raises UserError if torch cannot compute.
     """
-    return take(local_rank % gpus)
+    return take_gpu(local_rank % gpus)
 
 
 def require_own(engine: Engine) -> None:

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
 from hvdtrain.engines.base import Engine, Reduction, Setting
-from hvdtrain.engines.compression import as_carried, by_horovod, carries_bf16, written
+from hvdtrain.engines.compression import as_carried, by_horovod, carries_bf16, writable
 from hvdtrain.engines.distributed_optimizer import buckets, distributed_optimizer, use_buckets
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.library_settings import FAST, FIXED_SUMS, ON_GPUS, prepare_environment, tuned_environment
 from hvdtrain.engines.modules import all_tensors
-from hvdtrain.engines.tuning import FAST, FIXED_SUMS, ON_GPUS, prepare_environment, tuned_environment
 from hvdtrain.guards import limits
 from hvdtrain.guards.activity import collective
 
 # For MPI's own part of its end, which takes 5 ms, and goes on beside Python's, which takes 30. It removes the rank's file in
 # /dev/shm.
 END_SECONDS = 0.02
-REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
+BUILD_REMEDY = "run `make setup`, or `python launch/build_horovod.py` to build it into this environment"
 
 
 class HorovodEngine(Engine):
@@ -50,14 +50,15 @@ class HorovodEngine(Engine):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
         if tuning:
             # One of them is HOROVOD_DISABLE_GROUP_FUSION, for reproducible sums. Trap: it is not safe with `hvd.join()`
-            # (engines/tuning.py). This engine never calls it: uneven last batches are weighted (`sharding.PlannedBatch`).
+            # (engines/library_settings.py). This engine never calls it: uneven last batches are weighted
+            # (`sharding.PlannedBatch`).
             self._set(FAST | FIXED_SUMS)
 
         try:
             # Imported only here: the other engines must work without Horovod.
             import horovod.torch as hvd
         except ImportError as error:
-            raise UserError(f"Horovod cannot be imported ({error}): {REMEDY}") from error
+            raise UserError(f"Horovod cannot be imported ({error}): {BUILD_REMEDY}") from error
         self.hvd = hvd
         if tuning and hvd.nccl_built() and torch.cuda.device_count():
             self._set(ON_GPUS)
@@ -81,7 +82,7 @@ class HorovodEngine(Engine):
         self.notes += [Setting(f"{name}={value}") for name, value in settings.items()]
 
     def choose_device(self, wanted: str) -> torch.device:
-        gpus = gpu.count(wanted)
+        gpus = gpu.usable_gpus(wanted)
         if not gpus:
             return torch.device("cpu")
         if torch.version.hip and not self.hvd.rocm_built():
@@ -156,7 +157,7 @@ class HorovodEngine(Engine):
         # real step if the state is empty, and weight decay changes the weights.
         with contextlib.ExitStack() as stack:
             tensors = {
-                name: stack.enter_context(written(tensor, by_horovod(tensor.dtype)))
+                name: stack.enter_context(writable(tensor, by_horovod(tensor.dtype)))
                 for name, tensor in all_tensors(model)
             }
             self.hvd.broadcast_parameters(tensors, root_rank=0)
@@ -229,7 +230,7 @@ class HorovodEngine(Engine):
 
     @collective
     def broadcast_(self, tensor: Tensor, name: str) -> None:
-        with written(tensor, by_horovod(tensor.dtype)) as sent:
+        with writable(tensor, by_horovod(tensor.dtype)) as sent:
             self.hvd.broadcast_(sent, root_rank=0, name=name)
 
     def ending_calls(self) -> list[tuple[ModuleType, str]]:

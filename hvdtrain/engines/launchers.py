@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
-MOST_RANKS = 2**20  # a larger number must be a mistake: the largest machines have fewer GPUs
-OPEN_MPI = "mpirun (Open MPI)"
+LARGEST_SIZE = 2**20  # a larger number must be a mistake: the largest machines have fewer GPUs
+OPEN_MPI_NAME = "mpirun (Open MPI)"
 
 
 class Announced(NamedTuple):
@@ -42,7 +42,7 @@ class Launcher(NamedTuple):
 LAUNCHERS = (
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", ("HOROVOD_LOCAL_SIZE",)),
     Launcher(
-        OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        OPEN_MPI_NAME, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     Launcher(
@@ -68,14 +68,14 @@ BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
 MANAGERS = ("torchrun", "Flux", "Slurm")
 HYDRAS_MARK = "MPI_LOCALRANKID"
 # Variables that tell of one process among several, set by launchers that tell no size.
-OTHERS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK", "PMI_RANK", "FLUX_TASK_RANK")
+OTHER_RANK_VARIABLES = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK", "PMI_RANK", "FLUX_TASK_RANK")
 GLOO_ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # no MPI in a job of one process
 NUMBERS_OF_HOSTS = {"Slurm": "SLURM_NNODES", "Flux": "FLUX_JOB_NNODES"}
 
 
 def without_launcher(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment for a subprocess of a rank that is not itself a rank."""
-    names = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)} | set(OTHERS)
+    names = {name for launcher in LAUNCHERS for name in (launcher.rank, launcher.size)} | set(OTHER_RANK_VARIABLES)
     return {name: value for name, value in environment.items() if name not in names}
 
 
@@ -88,7 +88,7 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
     for launcher in _candidates(environment):
         if launcher.rank in environment and launcher.size in environment:
             return _place_of(launcher, environment)
-    for name in OTHERS:
+    for name in OTHER_RANK_VARIABLES:
         if name in environment:
             raise UserError(
                 f"{name}={environment[name][:40]!r} is of a launcher that tells no number of processes: start with mpirun "
@@ -149,7 +149,7 @@ def _place_of(launcher: Launcher, environment: Mapping[str, str]) -> Announced:
         place = Announced(launcher.name, int(rank), int(size))
     except ValueError:
         raise UserError(f"{message}: not whole numbers; unset them") from None
-    if not 0 <= place.rank < place.size <= MOST_RANKS:
+    if not 0 <= place.rank < place.size <= LARGEST_SIZE:
         raise UserError(
             f"{message}: the rank must be from 0 to the number of ranks minus 1; correct them, or unset both"
         )
@@ -233,9 +233,9 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
-        if not match or len(counts) > MOST_RANKS:
+        if not match or len(counts) > LARGEST_SIZE:
             return []
-        counts += [int(match[1])] * min(int(match[2] or 1), MOST_RANKS)
+        counts += [int(match[1])] * min(int(match[2] or 1), LARGEST_SIZE)
     return counts
 
 

@@ -32,7 +32,7 @@ def write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")  # type: ignore[union-attr]
 
 
-def put(stream: TextIO, text: str) -> Exception | None:
+def put_line(stream: TextIO, text: str) -> Exception | None:
     """Write `text` to a standard stream at once. Return the error if it could not be written: then it is lost.
 
     For all that is said while a run goes on: a full disk, a reader that is gone or a closed stream must not end it.
@@ -65,13 +65,13 @@ def is_file(stream: TextIO) -> bool:
 
 
 def say(line: str) -> Exception | None:
-    """Write a line to standard output, as `put` does."""
-    return put(sys.stdout, line + "\n")
+    """Write a line to standard output, as `put_line` does."""
+    return put_line(sys.stdout, line + "\n")
 
 
 def warn(line: str) -> None:
-    """Write a warning to standard error, as `put` does."""
-    put(sys.stderr, f"warning: {line}\n")
+    """Write a warning to standard error, as `put_line` does."""
+    put_line(sys.stderr, f"warning: {line}\n")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ class Models(list[nn.Module]):
         self.names = list(names)
 
 
-def prefixes(models: Sequence[nn.Module]) -> list[str]:
+def prefixes_of_models(models: Sequence[nn.Module]) -> list[str]:
     """Return what the names of each model's parts begin with: nothing for a single model, else its name or number."""
     if len(models) == 1:
         return [""]
@@ -28,7 +28,7 @@ def prefixes(models: Sequence[nn.Module]) -> list[str]:
     return [f"{name or number}." for number, name in enumerate(names)]
 
 
-def own_name(name: str) -> str:
+def uncompiled_name(name: str) -> str:
     """Return the name of a parameter or buffer without the part that torch.compile inserts for a compiled module."""
     return name.replace("_orig_mod.", "")
 
@@ -36,9 +36,9 @@ def own_name(name: str) -> str:
 def named_parameters(models: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return each parameter once, with a unique name. With several models, it begins with the model's name or number."""
     named: dict[nn.Parameter, str] = {}
-    for prefix, model in zip(prefixes(models), models, strict=True):
+    for prefix, model in zip(prefixes_of_models(models), models, strict=True):
         for name, parameter in model.named_parameters():
-            named.setdefault(parameter, prefix + own_name(name))
+            named.setdefault(parameter, prefix + uncompiled_name(name))
     return [(name, parameter) for parameter, name in named.items()]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hvdtrain.engines.base import Engine, Reduction
-from hvdtrain.engines.ddp import COLLECTIVES_TIMEOUT, DdpEngine, create_group, join, serve
+from hvdtrain.engines.ddp import COLLECTIVES_TIMEOUT, DdpEngine, create_group, join, serve_store
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching.processes import boot_id
@@ -68,7 +68,7 @@ class RanksOfHost(DdpEngine):
         with whole.raising_together("parts"):
             if not torch.distributed.is_available():
                 raise UserError("--sync-within host needs torch.distributed, which this torch was built without")
-            store, address = serve("127.0.0.1", 0, size) if rank == 0 else (None, "")
+            store, address = serve_store("127.0.0.1", 0, size) if rank == 0 else (None, "")
         addresses = whole.all_gather_object(address, "parts.addresses")
         with whole.raising_together("parts"):
             try:

@@ -29,7 +29,7 @@ SEQUENCES: Mapping[str, type] = {"tuple": tuple, "size": torch.Size, "set": set,
 MAPPINGS: Mapping[str, type] = {
     "dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict,
 }  # fmt: skip
-NAMES = {kind: name for name, kind in (*SEQUENCES.items(), *MAPPINGS.items())}
+TYPE_NAMES = {kind: name for name, kind in (*SEQUENCES.items(), *MAPPINGS.items())}
 FACTORIES: Mapping[str, type] = {one.__name__: one for one in (bool, int, float, str, list, dict, set, tuple, Counter)}
 COUNTED = frozenset([list, set, deque, bytearray, *MAPPINGS.values()])  # and arrays and tensors: they can be changed
 TENSOR_TYPES = {Tensor, nn.Parameter}  # not of derived classes, which may have more than their values
@@ -111,7 +111,7 @@ def has_memory(value: Any) -> bool:
     return plain and bool(value.numel())
 
 
-def identity(value: Any) -> object:
+def identity_of(value: Any) -> object:
     """Return the same for two names of one object that can be changed; None: it cannot be changed.
 
     `detach` and `data` make new objects for the memory of one tensor, so of a tensor, memory and shape count.
@@ -154,7 +154,7 @@ class _Encoder:
             return value
         if kind is int:
             return {KIND: "int", "value": hex(value)} if is_long(value) else value
-        if (known := identity(value)) is not None:
+        if (known := identity_of(value)) is not None:
             if known in self._numbers:
                 return {KIND: "same", "value": self._numbers[known]}
             self._numbers[known] = len(self._numbers)
@@ -171,10 +171,10 @@ class _Encoder:
             return self._items(value)
         if kind is dict and all(type(key) is str and key not in MARKS for key in value):
             return dict(zip(value, self._items(value.values(), value), strict=True))
-        if kind in NAMES:
+        if kind in TYPE_NAMES:
             more = self._more(value)
             items = self._pairs(value) if isinstance(value, dict) else self._items(value)
-            return {KIND: NAMES[kind], "value": items} | ({} if more is None else {"more": more})
+            return {KIND: TYPE_NAMES[kind], "value": items} | ({} if more is None else {"more": more})
         if isinstance(value, Tensor):
             return self._tensor(value, kind)
         if kind in (bytes, bytearray):
@@ -350,7 +350,7 @@ class _Decoder:
 # ---- whether what is read is what was saved
 
 
-def difference(saved: Any, read: Any) -> str | None:
+def difference_of_values(saved: Any, read: Any) -> str | None:
     """Return where what was read differs from what was saved, in words; None: nowhere. Types, values, and which are one."""
     return next(_differences(saved, read, "", {}, {}), None)
 
@@ -363,8 +363,8 @@ def _differences(
     if _type(saved) is not _type(read):
         yield f"{where} is a {type(saved).__name__} and comes back as a {type(read).__name__}"
         return
-    if (known := identity(saved)) is not None:
-        other = identity(read)
+    if (known := identity_of(saved)) is not None:
+        other = identity_of(read)
         if known in partner or other in of_read:
             if partner.get(known) != other or of_read.get(other) != known:
                 yield f"{where} is one with another {type(saved).__name__} before or after, and not both"

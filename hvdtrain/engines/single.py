@@ -20,7 +20,7 @@ class SerialEngine(Engine):
         self.local_rank, self.local_size = 0, 1
 
     def choose_device(self, wanted: str) -> torch.device:
-        return gpu.take(0) if gpu.count(wanted) else torch.device("cpu")
+        return gpu.take_gpu(0) if gpu.usable_gpus(wanted) else torch.device("cpu")
 
     def broadcast_model(self, model: nn.Module) -> None:
         pass

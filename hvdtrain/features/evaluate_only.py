@@ -18,7 +18,7 @@ from hvdtrain.loop.run import Run
 from hvdtrain.loop.state import Length, Stage
 from hvdtrain.loop.step import Step
 
-NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
+RESULT_NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
 Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
 
 
@@ -38,7 +38,7 @@ class Predictions:
             if name == "index":
                 raise UserError("run.predict(index=...): the file's own column has this name: give another one")
             # In the file, a program for tables would take "=cmd" for a formula.
-            if not NAME.fullmatch(name):
+            if not RESULT_NAME.fullmatch(name):
                 remedy = "begin with a letter or a digit, and use no control characters"
                 raise UserError(f"run.predict() got a value named {name!r}: {remedy}")
             if not isinstance(value, Tensor) or not value.ndim:
@@ -96,7 +96,7 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
             from safetensors.torch import save
 
             whole = {"index": indices, **values}
-            atomic.write(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
+            atomic.write_atomically(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
             return
         flat = {name: value.reshape(len(value), -1) for name, value in values.items()}
         head = [
@@ -106,12 +106,12 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(["index", *head])
             for row, index in enumerate(indices.tolist()):
-                writer.writerow([index, *(shown(item) for value in flat.values() for item in value[row].tolist())])
+                writer.writerow([index, *(shown_item(item) for value in flat.values() for item in value[row].tolist())])
     except OSError as error:
         raise files.unwritten(path, error, "--predict") from error
 
 
-def shown(item: float) -> float | str:
+def shown_item(item: float) -> float | str:
     """Return a float with as many digits as float32 has."""
     return f"{item:.9g}" if isinstance(item, float) else item
 

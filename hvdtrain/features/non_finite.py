@@ -20,7 +20,7 @@ from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import Delayed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
-from hvdtrain.engines.modules import own_name, prefixes
+from hvdtrain.engines.modules import prefixes_of_models, uncompiled_name
 from hvdtrain.flags import Flags
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.prepare import FUSED
@@ -32,7 +32,7 @@ OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, i
 FIND = "the same command with --find-non-finite continues from the last checkpoint, and names the layer"
 
 
-def finite(parameters: Sequence[nn.Parameter]) -> bool:
+def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether the reduced gradients are finite."""
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
     sums = [
@@ -98,7 +98,7 @@ class NonFinite(Feature):
         activity.collective = "gradients"
         unsound = []
         for optimizer in step.backwards:
-            if not finite(self._prepared.trained[optimizer]):
+            if not gradients_are_finite(self._prepared.trained[optimizer]):
                 unsound.append(optimizer)
         activity.collective = None
         if unsound:
@@ -214,10 +214,10 @@ class Finder:
         self.first: str | None = None  # in this step
         self._hooked: set[nn.Parameter] = set()
         self._hooks: list[RemovableHandle] = []
-        for prefix, model in zip(prefixes(shared.prepared.models), shared.prepared.models, strict=True):
+        for prefix, model in zip(prefixes_of_models(shared.prepared.models), shared.prepared.models, strict=True):
             for name, layer in model.named_modules():
                 if not list(layer.children()):
-                    label = f"{prefix}{own_name(name) if name else type(layer).__name__}"
+                    label = f"{prefix}{uncompiled_name(name) if name else type(layer).__name__}"
                     self._hooks.append(layer.register_forward_hook(self._layer_hook(label)))
         # A compiled model does not call hooks that were added later, so run eagerly (set_stance: torch 2.6 and newer).
         self._compile_as: Callable[[str], object] = getattr(torch.compiler, "set_stance", lambda stance: None)

@@ -17,7 +17,7 @@ from hvdtrain.loop.step import Step
 LATE = (
     "start again from a checkpoint; check that host's memory, and that the program changes weights on every rank alike"
 )
-FIRST = (
+ALIKE_REMEDY = (
     "change weights on every rank alike: in forward, by load_state_dict(), and by random numbers in gradients or in the "
     "optimizer, from torch.Generator().manual_seed(NUMBER)"
 )
@@ -81,7 +81,7 @@ class Replicas(Feature):
     def compare(self, among: Engine) -> None:
         """Raise Failure on every rank if the weights differ among these. A collective. A second call after the same step
         does nothing: a checkpoint and --check-steps may both ask for it."""
-        step, remedy = self._state.step, FIRST if self._compared_at is None else LATE
+        step, remedy = self._state.step, ALIKE_REMEDY if self._compared_at is None else LATE
         if self._compared_at != (step, among.size):
             self._compared_at = step, among.size
             compare(among, self._models, self._name_of, step, self.check_steps, remedy)

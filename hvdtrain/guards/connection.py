@@ -31,13 +31,13 @@ from hvdtrain.engines.errors import one_line
 from hvdtrain.launching import processes
 from hvdtrain.launching.rendezvous import own_address_towards
 
-HELLO_SECONDS = 20.0  # for all ranks to connect, at the start
+FIRST_MESSAGE_SECONDS = 20.0  # for all ranks to connect, at the start
 ONE_HELLO_SECONDS = 5.0  # for one connection to authenticate; after a failure, a rank tries again
-LOOK_SECONDS = 0.1  # between two looks at the time, while ranks connect
-MOST_STRANGERS = 128  # connections at a time that have not authenticated, besides those of ranks
-SPARE_FILES = 832  # open files besides the connections of ranks
+ACCEPT_SECONDS = 0.1  # between two looks at the time, while ranks connect
+MOST_UNNAMED_CONNECTIONS = 128  # connections at a time that have not authenticated, besides those of ranks
+RANK_SPARE_FILES = 832  # open files besides the connections of ranks
 SEND_SECONDS = 5.0  # time limit to send a message
-LONGEST_LINE = 2**20  # bytes
+LONGEST_MESSAGE = 2**20  # bytes
 CHALLENGE = PROOF = 32  # bytes
 ANSWER = 4 + CHALLENGE + PROOF
 
@@ -71,7 +71,7 @@ class Channel:
         except OSError as error:
             data, self.error = b"", error
         *lines, self._unread = (self._unread + data).split(b"\n")
-        if not data or len(self._unread) > LONGEST_LINE:
+        if not data or len(self._unread) > LONGEST_MESSAGE:
             return None
         return [json.loads(line) for line in lines]
 
@@ -95,7 +95,7 @@ class Fail(NamedTuple):
     mistake: bool = False
 
 
-class Gone(NamedTuple):
+class LostRank(NamedTuple):
     """A rank whose connection has ended. since: time.monotonic; infinity if it had finished. failure: if it has said so.
     error: of the connection."""
 
@@ -109,7 +109,7 @@ class Peers:
 
     def __init__(self, me: int, peers: Sequence[Peer], channels: Mapping[int, Channel]):
         self.me, self.all, self.channels = me, list(peers), dict(channels)
-        self.gone: dict[int, Gone] = {}
+        self.gone: dict[int, LostRank] = {}
 
     def name(self, rank: int) -> str:
         """Return "rank N on HOST"."""
@@ -181,7 +181,7 @@ def connect(engine: Engine, hosts: Sequence[str]) -> tuple[dict[int, Channel], s
     addresses, error = None, None
     if engine.rank == 0:
         try:
-            listeners, addresses = listen(hosts)
+            listeners, addresses = listen_for_ranks(hosts)
         except OSError as problem:
             error = f"rank 0 on {hosts[0]} cannot listen: {problem}"
     addresses = engine.broadcast_object(addresses, "hangs.where")
@@ -204,7 +204,7 @@ def connect(engine: Engine, hosts: Sequence[str]) -> tuple[dict[int, Channel], s
     return {}, errors[0]
 
 
-def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:
+def listen_for_ranks(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[str, int]]]:
     """Listen for connections. Return the sockets, and for each host the address to which its ranks connect.
 
     hosts: host name of every rank; the first is this host. Listens only on the interfaces used to reach these hosts; if all
@@ -224,20 +224,20 @@ def listen(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[str, tuple[s
             listeners[address] = socket.create_server((address, 0), backlog=len(hosts) + 64)
             failing.callback(listeners[address].close)
         failing.pop_all()
-    files.allow_open_files(len(hosts) + SPARE_FILES)
+    files.allow_open_files(len(hosts) + RANK_SPARE_FILES)
     ports = {address: listener.getsockname()[1] for address, listener in listeners.items()}
     return list(listeners.values()), {host: (address, ports[address]) for host, address in addresses.items()}
 
 
 def accept(
-    listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = HELLO_SECONDS
+    listeners: Iterable[socket.socket], key: bytes, size: int, seconds: float = FIRST_MESSAGE_SECONDS
 ) -> dict[int, Channel]:
     """Return a channel for each rank from 1 on, after mutual authentication by `key`. Nobody waits for a stranger.
 
     Raises TimeoutError with the missing ranks after `seconds`.
     """
     channels: dict[int, Channel] = {}
-    places = threading.BoundedSemaphore(size + MOST_STRANGERS)
+    places = threading.BoundedSemaphore(size + MOST_UNNAMED_CONNECTIONS)
     until = time.monotonic() + seconds
 
     def hear(connection: socket.socket) -> None:
@@ -256,7 +256,7 @@ def accept(
             listener.setblocking(False)  # who has called may be gone again
             selector.register(listener, selectors.EVENT_READ, listener)
         while len(channels) < size - 1 and time.monotonic() < until:
-            for ready, _ in selector.select(LOOK_SECONDS):
+            for ready, _ in selector.select(ACCEPT_SECONDS):
                 with contextlib.suppress(OSError):
                     connection, _ = ready.data.accept()
                     if places.acquire(blocking=False):
@@ -285,7 +285,7 @@ def heard_hello(connection: socket.socket, key: bytes, until: float) -> int:
 
 def say_hello(address: tuple[str, int], key: bytes, rank: int) -> Channel:
     """Connect to rank 0 with mutual authentication by `key`, and return the channel. Raises OSError."""
-    until = time.monotonic() + HELLO_SECONDS
+    until = time.monotonic() + FIRST_MESSAGE_SECONDS
     answered = 0
     while True:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

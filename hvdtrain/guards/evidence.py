@@ -14,9 +14,9 @@ from hvdtrain.engines import atomic, files
 from hvdtrain.launching import processes
 
 STACK_FRAMES = 6  # printed
-PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE_PATH = str(Path(__file__).resolve().parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-WRAPPERS = (
+WRAPPER_FILES = (
     *("contextlib.py", "hvdtrain/tuned.py", "hvdtrain/starter.py"),
     *("launching/run_script.py", "guards/activity.py"),
 )
@@ -45,24 +45,24 @@ def programs(stack: Stack) -> Stack:
     return [
         frame
         for frame in stack
-        if str(Path(frame.filename).parent) == PACKAGE or not frame.filename.startswith((PACKAGE, *LIBRARIES))
-        if not frame.filename.startswith("<frozen") and not frame.filename.endswith(WRAPPERS)
+        if str(Path(frame.filename).parent) == PACKAGE_PATH or not frame.filename.startswith((PACKAGE_PATH, *LIBRARIES))
+        if not frame.filename.startswith("<frozen") and not frame.filename.endswith(WRAPPER_FILES)
     ]
 
 
 def where(stack: Stack) -> str:
     """Return the program's innermost line as FILE:LINE, FUNCTION; without one, the innermost of hvdtrain, or of all."""
-    ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)]
+    ours = [frame for frame in stack if frame.filename.startswith(PACKAGE_PATH)]
     for frames in (programs(stack), ours, stack):
         if frames:
             return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name}"
     return "nowhere"
 
 
-def shown(stack: Stack, guest: bool = False) -> str:
+def shown_frames(stack: Stack, guest: bool = False) -> str:
     """Return the innermost frames as text, and the program's if it is further out. guest: without those of hvdtrain."""
-    hidden = (PACKAGE, "<frozen") if guest else ("<frozen runpy",)
-    frames = [f for f in stack if not f.filename.endswith(WRAPPERS) and not f.filename.startswith(hidden)]
+    hidden = (PACKAGE_PATH, "<frozen") if guest else ("<frozen runpy",)
+    frames = [f for f in stack if not f.filename.endswith(WRAPPER_FILES) and not f.filename.startswith(hidden)]
     inner = frames[-STACK_FRAMES:]
     return "".join(traceback.format_list([frame for frame in programs(frames)[-1:] if frame not in inner] + inner))
 
@@ -136,7 +136,7 @@ class Starvation:
         now, mine = time.monotonic(), threading.get_native_id()
         elapsed = now - self._counted_at
         turns = {
-            thread: turns for thread in processes.threads() if thread != mine and (turns := processes.turns(thread))
+            thread: turns for thread in processes.own_threads() if thread != mine and (turns := processes.turns(thread))
         }
         for thread, (running, _, slices) in turns.items():
             before, state = self._turns.get(thread), processes.stat(f"self/task/{thread}")
@@ -168,4 +168,4 @@ def write_collectives(directory: Path, rank: int) -> None:
 
         with contextlib.suppress(OSError, RuntimeError):
             ring = getattr(torch._C._distributed_c10d, f"_dump_{_recorder}_trace")()
-            atomic.write(files.make_directory(directory) / f"rank_{rank}", ring, sync=False)
+            atomic.write_atomically(files.make_directory(directory) / f"rank_{rank}", ring, sync=False)

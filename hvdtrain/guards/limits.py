@@ -21,12 +21,12 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
-from hvdtrain.guards.evidence import PACKAGE, Work, main_stack, shown, stack_of, where
+from hvdtrain.guards.evidence import PACKAGE_PATH, Work, main_stack, shown_frames, stack_of, where
 from hvdtrain.guards.judge import HangTimeouts
 
-SAY_SECONDS = 60.0  # of start-up; after this time, each rank prints what it is waiting for
-LOOK_SECONDS = 1.0  # between two checks
-RANK_ZERO_FIRST = 2.0  # seconds; the launcher ends the job at the first exit, so let rank 0 print first
+WAITING_LINE_SECONDS = 60.0  # of start-up; after this time, each rank prints what it is waiting for
+LIMIT_CHECK_SECONDS = 1.0  # between two checks
+RANK_ZERO_LEAD = 2.0  # seconds; the launcher ends the job at the first exit, so let rank 0 print first
 
 
 # ---------------------------------------------------------------------------------------------- the start
@@ -42,7 +42,7 @@ class Starting:
     def where(self) -> str:
         """Return what the starting thread is doing, as text."""
         stack = stack_of(self.thread)
-        ours = [frame for frame in stack if frame.filename.startswith(PACKAGE)] or stack
+        ours = [frame for frame in stack if frame.filename.startswith(PACKAGE_PATH)] or stack
         at = f"at {Path(ours[-1].filename).name}:{ours[-1].lineno}, {ours[-1].name}" if ours else "nowhere"
         if self.engine is None:
             return f"waits for the other ranks to start the engine, {at}"
@@ -66,13 +66,13 @@ def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exi
         except UserError:  # the main thread will raise the same
             rank = 0
         me, seconds, said = f"rank {rank} on {socket.gethostname()}", 0.0, False
-        while not over.wait(LOOK_SECONDS):
-            seconds += LOOK_SECONDS
-            if seconds >= limit + RANK_ZERO_FIRST * (rank > 0):
+        while not over.wait(LIMIT_CHECK_SECONDS):
+            seconds += LIMIT_CHECK_SECONDS
+            if seconds >= limit + RANK_ZERO_LEAD * (rank > 0):
                 say_within(f"hvdtrain: error: {me} {starting.where()}; start-up did not finish within {limit:.0f} s\n")
                 leave(1)
                 return
-            if seconds >= SAY_SECONDS and not said:
+            if seconds >= WAITING_LINE_SECONDS and not said:
                 said = True
                 say_within(f"warning: {me} {starting.where()}, for {seconds:.0f} s\n")
 
@@ -133,9 +133,9 @@ class Leaving:
 
     def _run(self) -> None:
         before = time.monotonic()
-        while not self.over.wait(LOOK_SECONDS):
+        while not self.over.wait(LIMIT_CHECK_SECONDS):
             now = time.monotonic()
-            elapsed, before = min(now - before, 2 * LOOK_SECONDS), now  # not the time for which it was suspended
+            elapsed, before = min(now - before, 2 * LIMIT_CHECK_SECONDS), now  # not the time for which it was suspended
             self.look(elapsed)
 
     def _end(self, exits: bool) -> None:
@@ -147,7 +147,7 @@ class Leaving:
             stack = stack_of(threads[0].ident)
             does = f"waits for its thread {threads[0].name}, which is no daemon, at {where(stack)}"
         message = f"{self.name} does not end after training: it {does}, for {self.limit:.0f} s without work"
-        say_within(f"hvdtrain: error: {message}\n{shown(stack, self.guest)}")
+        say_within(f"hvdtrain: error: {message}\n{shown_frames(stack, self.guest)}")
         within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
         self.leave(1)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.lines import put
+from hvdtrain.engines.lines import put_line
 from hvdtrain.guards.connection import Fail
 from hvdtrain.guards.judge import HangTimeouts
 from hvdtrain.guards.watch import Watch, watch_ranks
@@ -30,7 +30,7 @@ class ScriptWatchdog:
         self.engine = engine
         self.watch = watch_ranks(engine, self._timeouts, guest=True)
         if self.watch.warning is not None and engine.rank == 0:
-            put(sys.stderr, self.watch.warning + "\n")
+            put_line(sys.stderr, self.watch.warning + "\n")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

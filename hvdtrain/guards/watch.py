@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.launchers import OPEN_MPI, announced
+from hvdtrain.engines.launchers import OPEN_MPI_NAME, announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.guards import limits
 from hvdtrain.guards.activity import STEP, Activity
-from hvdtrain.guards.connection import Channel, Fail, Gone, Peers, connect_all
+from hvdtrain.guards.connection import Channel, Fail, LostRank, Peers, connect_all
 from hvdtrain.guards.detector import Detector
-from hvdtrain.guards.evidence import main_stack, shown, write_collectives
+from hvdtrain.guards.evidence import main_stack, shown_frames, write_collectives
 from hvdtrain.guards.judge import HangTimeouts, Report
 from hvdtrain.guards.limits import Leaving
 from hvdtrain.launching import processes
@@ -47,7 +47,7 @@ def remember_ignored() -> None:
     _ignored.update(number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN)
 
 
-class Settings(NamedTuple):
+class WatchSettings(NamedTuple):
     """How a watch behaves, and whom it tells. failed, stopped: called on rank 0, in its thread, with the reason, before all
     ranks end. guest: the program does not use hvdtrain: its signals and launchers are not watched, and our frames not
     printed. leave: exits the process."""
@@ -103,7 +103,7 @@ class Watch:
     peers: all ranks. off: why they are not connected.
     """
 
-    def __init__(self, peers: Peers, off: str | None, activity: Activity, settings: Settings):
+    def __init__(self, peers: Peers, off: str | None, activity: Activity, settings: WatchSettings):
         self.rank, self.peers, self.off, self.activity, self.settings = peers.me, peers, off, activity, settings
         self.stop_reason: str | None = None  # what requested the stop
         self.recordings: Path | None = None  # where a rank that is ended writes the last collectives of its GPU
@@ -126,7 +126,7 @@ class Watch:
         if not self.settings.guest:
             self.launchers = processes.launchers()
             heard = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} - _ignored
-            if announced().launcher == OPEN_MPI and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
+            if announced().launcher == OPEN_MPI_NAME and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
                 heard.add(signal.SIGCONT)
             self.signals.listen(heard)
             os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
@@ -288,7 +288,7 @@ class Watch:
         if messages is None or ["bye"] in messages:
             self._selector.unregister(channel.socket)
             self.peers.channels.pop(rank, None)
-            self.peers.gone.setdefault(rank, Gone(time.monotonic(), None, str(channel.error or "")))
+            self.peers.gone.setdefault(rank, LostRank(time.monotonic(), None, str(channel.error or "")))
             if self.peers.all_have_left():
                 self.leaving = self.make_leaving()
 
@@ -308,9 +308,9 @@ class Watch:
             case ["know", "stop" | "save" as what]:
                 (self.stop if what == "stop" else self.save).confirm(rank)
             case ["fail", str() as error, mistake]:
-                self.peers.gone[rank] = Gone(time.monotonic(), Fail(error, mistake))
+                self.peers.gone[rank] = LostRank(time.monotonic(), Fail(error, mistake))
             case ["bye"]:
-                self.peers.gone[rank] = Gone(float("inf"))
+                self.peers.gone[rank] = LostRank(float("inf"))
             case ["end", int() as exit_code]:
                 if exit_code == FAILED:
                     self._show_state()
@@ -348,7 +348,7 @@ class Watch:
 
     def _show_state(self) -> None:
         """Print the stack of this rank, and write the last collectives of its GPU."""
-        say_within(f"{self.peers.name(self.rank)}:\n{shown(main_stack(), self.settings.guest)}")
+        say_within(f"{self.peers.name(self.rank)}:\n{shown_frames(main_stack(), self.settings.guest)}")
         if (directory := self.recordings) is not None:
             within(WRITE_SECONDS, lambda: write_collectives(directory, self.rank))
 
@@ -369,9 +369,9 @@ def watch_ranks(
     engine: Engine, timeouts: HangTimeouts, failed: Callable[[str], None] = lambda headline: None,
     stopped: Callable[[str], None] = lambda reason: None, guest: bool = False,
 ) -> Watch:  # fmt: skip
-    """Connect all ranks and watch them from now on. A collective. See `Settings`."""
+    """Connect all ranks and watch them from now on. A collective. See `WatchSettings`."""
     limits.stop()  # of a training before this one
     peers, off = connect_all(engine)
-    watch = Watch(peers, off, engine.activity, Settings(timeouts, failed, stopped, guest))
+    watch = Watch(peers, off, engine.activity, WatchSettings(timeouts, failed, stopped, guest))
     watch.start()
     return watch

@@ -111,12 +111,12 @@ def samples_in(batch: Any, samples: Any, asked: int) -> int:
     if batch is None:
         return 0
     missing = sum(sample is None for sample in samples) if isinstance(samples, (list, tuple)) else 0
-    lengths = {length for part in parts_of(batch) if (length := rows_of(part, asked)) is not None}
+    lengths = {length for part in parts_of_batch(batch) if (length := rows_of(part, asked)) is not None}
     if missing:
         return asked if lengths == {asked} else asked - missing
     if len(lengths) != 1 or (isinstance(batch, list) and len(batch) == asked):
         return asked
-    tensors = [part for part in parts_of(batch) if isinstance(part, torch.Tensor)]
+    tensors = [part for part in parts_of_batch(batch) if isinstance(part, torch.Tensor)]
     by_time = tensors and all(part.ndim > 1 and part.shape[1] == asked for part in tensors)  # [time, batch, ...]
     if by_time and not all(shapes_in(sample) & {tuple(part.shape[1:]) for part in tensors} for sample in samples):
         return asked
@@ -126,11 +126,11 @@ def samples_in(batch: Any, samples: Any, asked: int) -> int:
 def shapes_in(sample: Any) -> set[tuple[int, ...]]:
     """Return the shapes of the tensors and arrays of a sample."""
     if isinstance(sample, (list, tuple, Mapping)):
-        return {shape for part in parts_of(sample) for shape in shapes_in(part)}
+        return {shape for part in parts_of_batch(sample) for shape in shapes_in(part)}
     return {tuple(sample.shape)} if hasattr(sample, "shape") else set()
 
 
-def parts_of(batch: Any) -> list[Any]:
+def parts_of_batch(batch: Any) -> list[Any]:
     """Return the parts of a batch, of which each may have a row for each sample."""
     if isinstance(batch, Mapping):
         return list(batch.values())
@@ -142,7 +142,7 @@ def rows_of(part: Any, asked: int) -> int | None:
     if getattr(part, "shape", None):  # a tensor, or an array of numpy
         return len(part)
     if isinstance(part, (list, tuple, Mapping)):
-        inner = parts_of(part)
+        inner = parts_of_batch(part)
         if any(rows_of(one, asked) == asked for one in inner):  # further parts, of which one has a row for each sample
             return asked
         alike = isinstance(part, (list, tuple)) and len({type(one) for one in inner}) == 1

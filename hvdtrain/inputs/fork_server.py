@@ -75,7 +75,7 @@ def import_program(preparation: dict[str, object]) -> None:
         pass
     finally:
         del current._inheriting  # type: ignore[attr-defined] # private
-    start = sys.modules.get("hvdtrain.engines.start")
+    start = sys.modules.get("hvdtrain.engines.choice")
     if start is not None and start.refused_in_worker:
         raise SystemExit
 

@@ -114,7 +114,7 @@ class Input(ABC):
         return None
 
 
-class Kind(NamedTuple):
+class InputKind(NamedTuple):
     """A kind of data that `run.steps` and `run.evaluating` take. loop/start.py lists all."""
 
     takes: Callable[[Any], bool]

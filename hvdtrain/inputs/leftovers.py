@@ -36,7 +36,7 @@ def tag(pid: int) -> str:
     return f"hvdtrain-{machine()}-{pid}-{found.started if found else 0}"
 
 
-def has_ended(name: str) -> bool:
+def owner_has_ended(name: str) -> bool:
     """Return whether `name` begins with the tag of a process of this machine that has ended."""
     found = re.match(r"hvdtrain-([0-9a-f]{8})-(\d+)-(\d+)(-|$)", name)
     if found is None or found[1] != machine():
@@ -69,7 +69,7 @@ def remove_sockets() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def sweep() -> None:
+def sweep_leftovers() -> None:
     """Remove what belongs to processes of this machine that have ended. Everybody may write to these directories: nothing of
     other users is touched, and no file is opened."""
     sweep_directory(SEMAPHORES, "sem.")
@@ -82,7 +82,7 @@ def sweep_directory(directory: Path, prefix: str) -> None:
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                ended = entry.name.startswith(prefix) and has_ended(entry.name.removeprefix(prefix))
+                ended = entry.name.startswith(prefix) and owner_has_ended(entry.name.removeprefix(prefix))
                 if ended and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry.path)

@@ -26,10 +26,10 @@ from hvdtrain.inputs.packing import Packed, Travels, main_cannot_be_imported
 PREFETCH = 2  # batches that each worker keeps ready
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _begun: weakref.WeakSet[_MultiProcessingDataLoaderIter] = weakref.WeakSet()
-IMAGES = ("hvdtrain.datasets.images", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
+IMAGE_MODULES = ("hvdtrain.datasets.images", "torchvision.transforms.v2", "PIL.JpegImagePlugin", "simplejpeg")
 
 
-def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
+def start_workers_early(preload: Sequence[str] = IMAGE_MODULES) -> None:
     """Start the fork server of the DataLoader workers, with the modules in `preload` and the rank's program imported. If
     possible, call it before the engine starts.
 
@@ -37,7 +37,7 @@ def start_workers_early(preload: Sequence[str] = IMAGES) -> None:
     InfiniBand, the parent's registered pages become copy-on-write, so that it sends old data. The fork server is started
     by exec and has no such state. Since it has already imported torch, it forks a worker within hundredths of a second.
     """
-    leftovers.sweep()
+    leftovers.sweep_leftovers()
     leftovers.claim()
     if main_cannot_be_imported():  # Python would try it, in each worker
         vars(sys.modules["__main__"]).pop("__file__", None)

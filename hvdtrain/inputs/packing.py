@@ -50,7 +50,7 @@ class Packed:
         if (lengths := [part.nbytes for part in parts]) != self._lengths:
             self._block, self._lengths = _written(parts), lengths
             weakref.finalize(self, os.close, self._block)
-        return unpacked, (content, lengths, reduction.DupFd(self._block) if lengths else None)
+        return unpacked_sample, (content, lengths, reduction.DupFd(self._block) if lengths else None)
 
     def _pickled(self, kind: Any) -> tuple[bytes, list[memoryview]]:
         """Return the pickle, and the memory that is not in it: that of arrays comes from numpy, as out-of-band data."""
@@ -156,7 +156,7 @@ def _written(parts: list[memoryview]) -> int:
     return block
 
 
-def unpacked(content: bytes, lengths: list[int], block: Any) -> Any:
+def unpacked_sample(content: bytes, lengths: list[int], block: Any) -> Any:
     """Return the value of a `Packed`, in a worker."""
     parts, begin = [], 0
     if block is not None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, SubsetRandomSampler, get_worker_info
 
-from hvdtrain.checkpoint.randomness import is_generator, state_of
+from hvdtrain.checkpoint.randomness import generator_state, is_generator
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.portable import difference as difference_of
+from hvdtrain.engines.portable import difference_of_values as difference_of
 
 COMPARED = 8  # samples
 SECONDS = 0.5  # after which no further sample is read
@@ -38,7 +38,7 @@ Leaf = list[Any]  # JSON: kind, and values of one part of a sample
 Compared = list[list[Leaf] | None]  # JSON: of each sample, its parts; None: it could not be read
 
 
-def some_of(order: torch.Tensor) -> list[int]:
+def compared_samples(order: torch.Tensor) -> list[int]:
     """Return the numbers of the samples to compare, of those in an epoch."""
     return [int(order[at * len(order) // COMPARED]) for at in range(min(COMPARED, len(order)))]
 
@@ -70,15 +70,15 @@ def require_same(engine: Engine, numbers: Sequence[int], compared: Compared) -> 
     first, *others = engine.all_gather_object(compared, "samples")
     for rank, theirs in enumerate(others, start=1):
         for number, one, other in zip(numbers, first, theirs, strict=False):
-            if line := difference(number, one or [], other or [], "on rank 0", f"on rank {rank}"):
+            if line := difference_of_samples(number, one or [], other or [], "on rank 0", f"on rank {rank}"):
                 raise UserError(f"ranks have different data: {line}: {ALIKE}", everywhere=True)
 
 
-def difference(number: int, one: list[Leaf], other: list[Leaf], where: str, elsewhere: str) -> str | None:
+def difference_of_samples(number: int, one: list[Leaf], other: list[Leaf], where: str, elsewhere: str) -> str | None:
     """Return in words how a sample differs between two places; None if it is the same."""
     for part, pair in enumerate(zip(one, other, strict=False), start=1):
-        if not same(*pair):
-            return f"part {part} of sample {number} is {in_words(*pair, where, elsewhere)}"
+        if not same_part(*pair):
+            return f"part {part} of sample {number} is {samples_in_words(*pair, where, elsewhere)}"
     return None
 
 
@@ -113,7 +113,7 @@ def leaf_of(value: Any) -> Leaf:
     return ["exact" if exact else "near", chosen.double().tolist(), list(tensor.shape), dtype]
 
 
-def same(one: Leaf, other: Leaf) -> bool:
+def same_part(one: Leaf, other: Leaf) -> bool:
     """Return whether a part of a sample is the same on two ranks, or is not compared."""
     if {one[0], other[0]} & {"random", "path", "other"}:
         return True
@@ -127,7 +127,7 @@ def same(one: Leaf, other: Leaf) -> bool:
     return all(a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= limit for a, b in pairs)
 
 
-def in_words(one: Leaf, other: Leaf, where: str, elsewhere: str) -> str:
+def samples_in_words(one: Leaf, other: Leaf, where: str, elsewhere: str) -> str:
     """Return two parts of samples for a message, with their shapes and types if their first values are the same."""
     words = [values_in_words(leaf) for leaf in (one, other)]
     if words[0] == words[1]:
@@ -169,7 +169,7 @@ def own_state(dataset: object) -> dict[str, Any]:
             if type(value) in (bool, int, float):
                 held[place] = value
             elif is_generator(value):
-                held[place] = state_of(value)
+                held[place] = generator_state(value)
             elif isinstance(value, (list, tuple)) and value:
                 if type(value[0]) in (bool, int, float) and len(value) <= MOST_NUMBERS:
                     held[place] = tuple(value)

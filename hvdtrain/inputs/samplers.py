@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from hvdtrain.checkpoint.randomness import reseed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.inputs import Batch, Kind
-from hvdtrain.inputs.loaders import Loader, in_batches, loaded, parts_of, require_usable
+from hvdtrain.inputs.dataloaders import Loader, in_batches, loaded, nested_samplers, require_usable
+from hvdtrain.inputs.inputs import Batch, InputKind
 from hvdtrain.inputs.sharding import PlannedBatch, kept, mixed_seed, seed_generators, shard
 from hvdtrain.loop.state import TrainState
 
@@ -41,11 +41,11 @@ class Drawn:
         with engine.raising_together("sampler") if engine else contextlib.nullcontext():
             first = self._checked()
         self.samples = sum(map(len, first))  # per epoch
-        self.require_equal(digest_of(first))
+        self.require_equal(digest_of_indices(first))
 
     def _checked(self) -> list[Tensor]:
         """Return the batches of the first epoch. Raises UserError for a sampler that cannot be used."""
-        for part in parts_of(self._sampler):
+        for part in nested_samplers(self._sampler):
             if isinstance(part, DistributedSampler):
                 kind = type(part).__name__
                 raise UserError(f"the DataLoader has a {kind}: leave it out, the samples are sharded for you")
@@ -64,7 +64,7 @@ class Drawn:
 
     def digest(self, epoch: int) -> int:
         """Return a hash of what is drawn in `epoch`. Raises UserError."""
-        return digest_of(self.batches(self._seed, epoch))
+        return digest_of_indices(self.batches(self._seed, epoch))
 
     def require_equal(self, digest: int) -> None:
         """Raise UserError on every rank if they have drawn other orders. A collective."""
@@ -86,7 +86,7 @@ class Drawn:
 
     def hold(self, epoch: int, batches: list[Tensor]) -> str | None:
         """Take these as what was drawn for `epoch`. Return a line if the sampler draws others now."""
-        others = digest_of(self._draw(epoch)) != digest_of(batches)
+        others = digest_of_indices(self._draw(epoch)) != digest_of_indices(batches)
         self._drawn, self.samples = {epoch: batches}, sum(map(len, batches))
         when = f"than when epoch {epoch + 1} began: that one is kept to its end"
         return f"the {self._kind} draws another order {when}" if others else None
@@ -99,7 +99,7 @@ class Drawn:
         seed = mixed_seed(self._seed, "sampler", epoch)
         with kept():
             seed_generators(seed)
-            for number, part in enumerate(parts_of(self._sampler)):
+            for number, part in enumerate(nested_samplers(self._sampler)):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
                 for value in list(getattr(part, "__dict__", {}).values()):
@@ -138,7 +138,7 @@ class Drawn:
         return drawn
 
 
-def digest_of(batches: list[Tensor]) -> int:
+def digest_of_indices(batches: list[Tensor]) -> int:
     """Return 63 bits of a hash of batches of indices."""
     total = hashlib.blake2b(digest_size=8)
     for indices in batches:
@@ -234,7 +234,7 @@ def drawn(engine: Engine | None, given: DataLoader[Any], seed: int) -> Drawn:
     return Drawn(engine, given.batch_sampler if whole else given.sampler, seed, count, in_batches=whole)
 
 
-def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
+def sampler_evaluation(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a test set, in the order of the sampler. Over all ranks, each sample is yielded once."""
     require_usable(given)
     order = drawn(engine, given, seed)
@@ -245,4 +245,4 @@ def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Bat
         yield from in_batches(engine, given, seed, order.order(seed, 0))
 
 
-SAMPLED = Kind(has_own_sampler, SampledLoader, evaluated)
+SAMPLED = InputKind(has_own_sampler, SampledLoader, sampler_evaluation)

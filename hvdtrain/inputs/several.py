@@ -18,18 +18,18 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.inputs import Batch, Input, Kind
-from hvdtrain.inputs.loaders import is_stream
+from hvdtrain.inputs.dataloaders import is_stream
+from hvdtrain.inputs.inputs import Batch, Input, InputKind
 from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.sharding import PlannedBatch, mixed_seed
 from hvdtrain.inputs.sources import open_input
 from hvdtrain.inputs.tensors import are_tensors
 from hvdtrain.loop.state import Initial, TrainState
 
-Part = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
+LoaderPart = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one
 
 
-def of_other(plan: Plan, part: Part, position: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
+def of_other(plan: Plan, part: LoaderPart, position: int, seed: int) -> Iterator[tuple[int, PlannedBatch]]:
     """Yield (epoch, batch), as a Plan does: this process's samples of another data set than the first.
 
     plan: of the first one. position: in samples, since the beginning of training, through all epochs. seed: of the order.
@@ -65,9 +65,9 @@ class Several(Input):
 
     restart = False
 
-    def __init__(self, kinds: Sequence[Kind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
+    def __init__(self, kinds: Sequence[InputKind], engine: Engine, data: Mapping[str, Any], seed: int, batch_size: int):
         """kinds: of the parts."""
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, LoaderPart] = {}
         for name, what in data.items():
             self._parts[name] = part_of_step(kinds, engine, name, what, seed, batch_size, first=not self._parts)
         (self._name, (self._first, _)), *self._others = self._parts.items()
@@ -100,7 +100,7 @@ class Several(Input):
             part[0].read(of_other(*given))
             self._planned[name] = of_other(*given)
 
-    def _position(self, part: Part) -> int:
+    def _position(self, part: LoaderPart) -> int:
         """Return how many samples of another data set than the first come before the rest of this epoch."""
         source, ratio = part
         if not self.restart:
@@ -122,8 +122,8 @@ class Several(Input):
 
 
 def part_of_step(
-    kinds: Sequence[Kind], engine: Engine, name: str, what: Any, seed: int, batch_size: int, *, first: bool
-) -> Part:
+    kinds: Sequence[InputKind], engine: Engine, name: str, what: Any, seed: int, batch_size: int, *, first: bool
+) -> LoaderPart:
     """Return the input of one of several data sets. first: it determines the epochs. Raises UserError."""
     if is_stream(what):
         remedy = "make one stream of both"
@@ -150,9 +150,9 @@ def part_of_step(
     return source, ratio
 
 
-def several_of(kinds: Sequence[Kind]) -> Kind:
+def several_of(kinds: Sequence[InputKind]) -> InputKind:
     """Return the kind of data that is a dictionary of these."""
-    return Kind(
+    return InputKind(
         lambda data: isinstance(data, Mapping) and bool(data),
         lambda engine, data, seed, batch_size, _: Several(kinds, engine, data, seed, batch_size),
     )

@@ -13,7 +13,7 @@ from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.flags import plain, refused
-from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
+from hvdtrain.inputs.inputs import CHANGES, Batch, Input, InputKind
 from hvdtrain.inputs.sharding import kept
 
 
@@ -24,7 +24,7 @@ class Begin(Protocol):
 
 
 def open_input(
-    kinds: Sequence[Kind], engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int, output: Any
+    kinds: Sequence[InputKind], engine: Engine, data: tuple[Any, ...], seed: int, batch_size: int, output: Any
 ) -> Input:
     """Return the input for the arguments of `run.steps`, by the first kind that takes them. Raises UserError."""
     what = data[0] if len(data) == 1 else data
@@ -41,7 +41,7 @@ def open_input(
 class Data:
     """What this rank reads in steps and in evaluations. flags used: seed, batch_size."""
 
-    def __init__(self, kinds: Callable[[], Sequence[Kind]], engine: Engine, flags: Namespace, output: Any):
+    def __init__(self, kinds: Callable[[], Sequence[InputKind]], engine: Engine, flags: Namespace, output: Any):
         """kinds: returns the kinds of data, which are imported when the first is opened."""
         self._kinds, self._engine, self._flags, self._output = kinds, engine, flags, output
         self._copies = Copies(engine.device)
@@ -68,7 +68,7 @@ class Data:
         """
         require_default_device()
         before = self.input
-        if before is not None and same(data, self._given) and bool(before.restart) == restart and not changes:
+        if before is not None and same_source(data, self._given) and bool(before.restart) == restart and not changes:
             return before
         with kept():  # a DataLoader draws a seed for its workers when it begins
             opened = self.open(data)
@@ -99,13 +99,13 @@ def require_default_device() -> None:
         raise UserError(f"torch.set_default_device({str(device)!r}) was called: {remedy}", everywhere=True)
 
 
-def same(one: Any, other: Any) -> bool:
+def same_source(one: Any, other: Any) -> bool:
     """Return whether `run.steps` was given the same again: the same object, the same number, or a tuple or dictionary of
     these."""
     if type(one) is type(other) is dict:
-        return list(one) == list(other) and same(tuple(one.values()), tuple(other.values()))
+        return list(one) == list(other) and same_source(tuple(one.values()), tuple(other.values()))
     if type(one) is type(other) is tuple:
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(same_source, one, other))
     return one is other or (isinstance(one, int) and one == other)
 
 

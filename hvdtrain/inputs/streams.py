@@ -29,9 +29,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import from_json, to_json
 from hvdtrain.inputs import loading
-from hvdtrain.inputs.fetching import may_leave_out, samples_in
-from hvdtrain.inputs.inputs import Batch, Input, Kind
-from hvdtrain.inputs.loaders import (
+from hvdtrain.inputs.dataloaders import (
     given_to,
     is_stateful,
     is_stream,
@@ -40,6 +38,8 @@ from hvdtrain.inputs.loaders import (
     require_batch_size,
     require_usable,
 )
+from hvdtrain.inputs.fetching import may_leave_out, samples_in
+from hvdtrain.inputs.inputs import Batch, Input, InputKind
 from hvdtrain.inputs.packing import Travels
 from hvdtrain.inputs.sharding import PlannedBatch, PlannedStep, mixed_seed, seed_generators
 from hvdtrain.loop.state import Initial, TrainState
@@ -59,7 +59,7 @@ class Item(NamedTuple):
     position: str = ""  # of the worker after this batch, as JSON
 
 
-class Part(Travels, IterableDataset[Item]):
+class WorkerPart(Travels, IterableDataset[Item]):
     """What one worker of a rank reads, in complete batches. Without workers, the rank itself iterates over it.
 
     When its stream has ended, it yields empty items for ever, and the workers take turns up to the end: which batch comes
@@ -76,7 +76,7 @@ class Part(Travels, IterableDataset[Item]):
 
     def position(self) -> Position:
         """Return the position after the last batch. Raises UserError for a state that cannot be saved."""
-        state = state_of(self._holder) if self._keeps and self._holder is not None else None
+        state = stream_state(self._holder) if self._keeps and self._holder is not None else None
         return {"drawn": self._drawn, "ended": self._ended, "state": state}
 
     def _position_as_text(self) -> str:
@@ -166,7 +166,7 @@ def at_beginning(end: Position) -> Position:
     return BEGINNING | {"state": end["state"]}
 
 
-def state_of(what: Any) -> Any:
+def stream_state(what: Any) -> Any:
     """Return the state of a loader, data set or iterator, as JSON. Raises UserError."""
     state = what.state_dict()
     try:
@@ -193,7 +193,7 @@ def rows(batch: Any) -> int:
     return len(batch) if isinstance(batch, (list, tuple)) else 1
 
 
-def digest_of(batch: Any) -> int:
+def batch_hash(batch: Any) -> int:
     """Return 63 bits of a hash of a batch, not 0."""
     total = hashlib.blake2b(digest_size=8)
     tensors = list(tensors_in(batch))
@@ -213,7 +213,7 @@ class Workers:
         self._workers = given.num_workers
         held = held or {"turn": 0, "parts": [BEGINNING] * max(1, self._workers)}
         self._turn, self._positions = held["turn"], list(held["parts"])
-        self._part = Part(given, seed, self._turn, self._positions, keeps=keeps)
+        self._part = WorkerPart(given, seed, self._turn, self._positions, keeps=keeps)
         self._items = iterate(engine, given, self._part) if self._workers else iter(self._part)
         for _ in range(self._turn):
             next(self._items)
@@ -273,14 +273,14 @@ class Whole:
 
     def position(self) -> Position:
         """See `Workers`."""
-        state = state_of(self._given) if self._drawn > self._held["drawn"] else self._held["state"]
+        state = stream_state(self._given) if self._drawn > self._held["drawn"] else self._held["state"]
         return {"drawn": self._drawn, "ended": self._ended, "state": state}
 
 
 Reader = Workers | Whole  # of one rank's stream of one epoch
 
 
-def opened(engine: Engine, given: Any, seed: int, epoch: int, held: Position | None, *, keeps: bool) -> Reader:
+def opened_stream(engine: Engine, given: Any, seed: int, epoch: int, held: Position | None, *, keeps: bool) -> Reader:
     """Return the reader of this rank's stream. held: where to continue. keeps: whether positions are saved."""
     dataset = getattr(given, "dataset", given)
     if hasattr(dataset, "set_epoch"):
@@ -289,9 +289,9 @@ def opened(engine: Engine, given: Any, seed: int, epoch: int, held: Position | N
     return Whole(given, seeds, held) if is_stateful(given) else Workers(engine, given, seeds, held, keeps=keeps)
 
 
-def evaluated(engine: Engine, given: Any, seed: int) -> Iterator[Batch]:
+def stream_evaluation(engine: Engine, given: Any, seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a stream for an evaluation."""
-    reader = opened(engine, given, seed, 0, None, keeps=False)
+    reader = opened_stream(engine, given, seed, 0, None, keeps=False)
     while (drawn := reader.draw()) is not None:
         yield Batch(to_device(drawn[0], engine.device), NO_INDICES, drawn[1])
 
@@ -413,7 +413,7 @@ class Stream(Input):
                 drawn = {rank: [self._draw(rank) if mine else None for mine in takes[rank]] for rank in own}
             compared = number < max(1, self._workers) and (size > 1 or self._workers > 1)
             summaries = [
-                torch.tensor([[one[1], digest_of(one[0]) if compared else 0] if one else [0, 0] for one in of_rank])
+                torch.tensor([[one[1], batch_hash(one[0]) if compared else 0] if one else [0, 0] for one in of_rank])
                 for of_rank in drawn.values()
             ]
             everyone = engine.all_gather_ranks(summaries, "stream")  # [size, passes, 2]
@@ -438,7 +438,7 @@ class Stream(Input):
     def _open(self, epoch: int, rank: int, held: Position | None, given: Any = None) -> Reader:
         with self._engine.numbered(rank):
             given = self._given[rank] if given is None else given
-            return opened(self._engine, given, self._seed, epoch, held, keeps=self._keeps or self._carries)
+            return opened_stream(self._engine, given, self._seed, epoch, held, keeps=self._keeps or self._carries)
 
     def _draw(self, rank: int) -> tuple[Any, int] | None:
         with self._engine.numbered(rank):
@@ -496,4 +496,4 @@ class Stream(Input):
             self._output.say(f"{self._name} has no state_dict and load_state_dict: {lost}")
 
 
-STREAM = Kind(is_stream, Stream, evaluated)
+STREAM = InputKind(is_stream, Stream, stream_evaluation)

@@ -8,8 +8,8 @@ from torch import Tensor
 from hvdtrain.engines.accelerators import Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.inputs.inputs import Batch, Input, Kind
-from hvdtrain.inputs.sameness import compared_of, require_same, some_of
+from hvdtrain.inputs.inputs import Batch, Input, InputKind
+from hvdtrain.inputs.sameness import compared_of, compared_samples, require_same
 from hvdtrain.inputs.sharding import PlannedBatch
 
 
@@ -40,7 +40,9 @@ class Tensors(Input):
 
     def require_unchanged(self, epoch: int) -> None:
         if not self._compared and self._engine.size > 1:
-            numbers = some_of(self.order(0, epoch))  # any: a plan has the data set that determines the epochs alone
+            numbers = compared_samples(
+                self.order(0, epoch)
+            )  # any: a plan has the data set that determines the epochs alone
             compared = compared_of(numbers, lambda number: [tensor[number] for tensor in self.tensors])
             require_same(self._engine, numbers, compared)
         self._compared = True
@@ -73,7 +75,7 @@ def open_tensors(engine: Engine, data: Any, *_: object) -> Tensors:
     return Tensors(engine, tensors)
 
 
-NUMBER = Kind(
+NUMBER = InputKind(
     lambda data: isinstance(data, int) and not isinstance(data, bool), lambda engine, count, *_: Indices(count)
 )
-TENSORS = Kind(are_tensors, open_tensors)
+TENSORS = InputKind(are_tensors, open_tensors)

@@ -24,7 +24,7 @@ OUT_OF_MEMORY = r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes|out of me
 LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
 
-def run(main: Callable[[], int]) -> NoReturn:
+def run_command(main: Callable[[], int]) -> NoReturn:
     """Call `main` and exit with the code that it returns. A UserError or Failure prints one line on stderr and sets the
     exit code."""
     startup.open_standard_streams()
@@ -71,11 +71,11 @@ def of_the_user(message: str) -> UserError | None:
 def end_with(error: UserError | Failure) -> NoReturn:
     """Print `error` in one line and exit with its exit code."""
     path = Path(sys.argv[0])
-    say(error, f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem)
+    say_error(error, f"hvdtrain.{path.stem}" if path.parent.name == "hvdtrain" else path.stem)
     sys.exit(error.exit_code)
 
 
-def say(error: UserError | Failure, script: str) -> None:
+def say_error(error: UserError | Failure, script: str) -> None:
     """Print `error` in one line, prefixed with `script`.
 
     Rank 0 prints at once. The other ranks wait for LINGER_SECONDS first: mpirun ends the job when the first rank fails, and

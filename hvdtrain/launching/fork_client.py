@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from hvdtrain.launching import import_timeout
 
-VARIABLE = "HVDTRAIN_FORK_SERVER"  # the forker's name, an abstract Unix socket
+FORK_SERVER_VARIABLE = "HVDTRAIN_FORK_SERVER"  # the forker's name, an abstract Unix socket
 HANDED_ON = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
@@ -37,7 +37,7 @@ class Request(NamedTuple):
     proxy: bool  # whether the asking process stands for the rank; else it is the rank's launcher
 
 
-def request(words: list[str], environment: Mapping[str, str], *, proxy: bool) -> Request:
+def fork_request(words: list[str], environment: Mapping[str, str], *, proxy: bool) -> Request:
     """Return a request for a rank with the state of this process."""
     umask = os.umask(0)
     os.umask(umask)
@@ -57,7 +57,7 @@ def main() -> NoReturn:
     """Run the client, or become the rank if there is no forker."""
     import_timeout.report_start()
     words = sys.argv[1:]
-    name = os.environ.pop(VARIABLE, None)
+    name = os.environ.pop(FORK_SERVER_VARIABLE, None)
     # PMI_FD: the launchers of MPICH and Intel MPI use a file descriptor that only a child process inherits.
     if name and "PMI_FD" not in os.environ:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as forker, contextlib.suppress(OSError, ValueError):
@@ -65,7 +65,7 @@ def main() -> NoReturn:
             forker.connect(f"\0{name}")
             if peer(forker)[1] != os.geteuid():  # everybody can see the name, and take it when the forker has ended
                 raise PermissionError("the forker is another user's")
-            send(forker, request(words, os.environ, proxy=True))
+            send(forker, fork_request(words, os.environ, proxy=True))
             answers = forker.makefile("rb", buffering=0)
             pid = int(answers.readline())  # ValueError: the forker has ended, or could not fork
             forker.settimeout(None)

@@ -1,6 +1,6 @@
 """The process that imports torch, Horovod and the program's modules once, and forks ranks from then on.
 
-hvdtrain.starter --local-ranks     forks it (`start`), and asks it for each rank of this host (supervisor.py)
+hvdtrain.starter --local-ranks     forks it (`start_forker`), and asks it for each rank of this host (supervisor.py)
 launch/*.sh --restarts             starts it; a client in place of each rank asks it, in every attempt (fork_client.py):
 
     python -m hvdtrain.launching.forker (-m MODULE | FILE) ARGUMENTS
@@ -28,12 +28,12 @@ from typing import NamedTuple, NoReturn
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn
 from hvdtrain.launching import exit_codes, import_timeout, preload, processes, rank_exit, run_script
-from hvdtrain.launching.fork_client import HANDED_ON, VARIABLE, Request, peer
+from hvdtrain.launching.fork_client import FORK_SERVER_VARIABLE, HANDED_ON, Request, peer
 from hvdtrain.launching.signal_socket import SignalSocket
 
-LOOK_SECONDS = 1.0  # between two checks whether the parent process still runs
-HELLO_SECONDS = 10.0  # time limit for a connected client to send its request
-MOST_BYTES = 2**26  # limit for a client's environment and arguments
+CHILD_CHECK_SECONDS = 1.0  # between two checks whether the parent process still runs
+FORK_REQUEST_SECONDS = 10.0  # time limit for a connected client to send its request
+MOST_REQUEST_BYTES = 2**26  # limit for a client's environment and arguments
 FAILED, REFUSED = b"failed", b"refused"  # answers to the starter, besides pid and exit code
 
 
@@ -53,14 +53,16 @@ class Forker(NamedTuple):
     imported: int  # file descriptor of a pipe, to which it writes after the import
 
 
-def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool, import_seconds: float) -> Forker:
+def start_forker(
+    words: list[str], ranks: int, asked: Sequence[str], oversubscribe: bool, import_seconds: float
+) -> Forker:
     """Fork a forker for `ranks` ranks, and return its handle; in the ranks, this does not return.
 
     words: the program, see `run_script.find`. asked: modules to import in addition to those found in the program.
     import_seconds: time limit of the import; 0: none. Raises UserError in the forker if there is no such program, or there
     are more ranks than GPUs.
     """
-    starter, listener = os.getpid(), listen()
+    starter, listener = os.getpid(), listen_for_requests()
     imported, done = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the forker is set up
     try:
@@ -86,7 +88,7 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
     remedy = "look at the file system that Python is on, or raise --start-timeout"
     message = f"hvdtrain.starter: error: its modules were not imported within {import_seconds:.0f} s: {remedy}"
     with import_timeout.limited(import_seconds, message):
-        program = run_script.find(words)
+        program = run_script.find_program(words)
         import_once(run_script.source(program), asked)
     if not oversubscribe and reduces_on_gpus():
         from hvdtrain.engines import gpu  # imports torch, which is imported by now
@@ -94,7 +96,7 @@ def start(words: list[str], ranks: int, asked: Sequence[str], oversubscribe: boo
         gpu.refuse_too_many_for_gpus(ranks, gpu.gpus_here(os.environ))
     os.write(done, b".")
     os.close(done)
-    serve(listener, starter, program)  # read once: it may be a pipe, as of `<(cat train.py)`
+    serve_forks(listener, starter, program)  # read once: it may be a pipe, as of `<(cat train.py)`
     os._exit(0)
 
 
@@ -104,7 +106,7 @@ def leave_terminal() -> None:
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else writing stops the process, after `stty tostop`
 
 
-def listen() -> socket.socket:
+def listen_for_requests() -> socket.socket:
     """Return the socket at which a forker is asked for ranks."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # An abstract socket leaves no file behind. Only the same user may connect (`receive`).
@@ -122,14 +124,14 @@ def main() -> int:
     leave_terminal()  # its signals are for the launcher
     for number in (signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    listener = listen()
+    listener = listen_for_requests()
     print(listener.getsockname()[1:].decode(), flush=True)  # noqa: T201 (to the wrapper, which waits for it)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
     os.close(null)
     try:
-        source = run_script.source(run_script.find(words))
+        source = run_script.source(run_script.find_program(words))
         if not any(name.split(".")[0] == "hvdtrain" for name in preload.modules_of(source)):
             return 0
         import_once(source, ())
@@ -139,13 +141,13 @@ def main() -> int:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         warn(f"--restarts: each rank imports torch by itself ({why})")
         return 1
-    serve(listener, starter)
+    serve_forks(listener, starter)
     os._exit(0)
 
 
 def import_once(source: str, asked: Sequence[str]) -> None:
     """Import what the ranks share."""
-    rank_exit.prepare()
+    rank_exit.prepare_exit()
     gc.disable()
     preload.preload(source, asked)
     preload.keep_finalizers_to_this_process()
@@ -158,7 +160,7 @@ def reduces_on_gpus() -> bool:
     return torch is not None and torch.version.cuda is not None and hvd is not None and bool(hvd.nccl_built())
 
 
-def serve(listener: socket.socket, starter: int, program: run_script.Program | None = None) -> None:
+def serve_forks(listener: socket.socket, starter: int, program: run_script.Program | None = None) -> None:
     """Fork a rank for each connection. Returns once the starter has ended and no rank is left; not in the ranks.
 
     program: of all ranks; None: each rank reads what it is asked for, which may have been changed between two attempts.
@@ -170,7 +172,7 @@ def serve(listener: socket.socket, starter: int, program: run_script.Program | N
         selector.register(signals.socket, selectors.EVENT_READ)
         selector.register(listener, selectors.EVENT_READ)
         while ranks or os.getppid() == starter:
-            for key, _ in selector.select(LOOK_SECONDS):
+            for key, _ in selector.select(CHILD_CHECK_SECONDS):
                 if key.fileobj is signals.socket:
                     signals.received()
                 elif key.fileobj is listener:
@@ -185,7 +187,7 @@ def serve(listener: socket.socket, starter: int, program: run_script.Program | N
                             os.killpg(key.data.pid, signal.SIGKILL)
                         else:
                             os.kill(key.data.pid, signal.SIGTERM)
-            ended = [(exit_code(rank.pid), rank) for rank in ranks.values() if has_ended(rank.pid)]
+            ended = [(exit_code(rank.pid), rank) for rank in ranks.values() if child_has_ended(rank.pid)]
             for code, rank in sorted(ended, key=lambda end: (end[0] >= 0, end[0] != 1)):  # killed, failed, others
                 del ranks[rank.pid]
                 with contextlib.suppress(KeyError):  # who asked for it is gone
@@ -194,7 +196,7 @@ def serve(listener: socket.socket, starter: int, program: run_script.Program | N
                 rank.connection.close()
 
 
-def has_ended(pid: int) -> bool:
+def child_has_ended(pid: int) -> bool:
     """Return whether a child process has ended. If it has failed, kill what it leaves behind, such as DataLoader workers."""
     # WNOWAIT leaves a zombie, so that its pid, which is also its process group, is not reused.
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -247,7 +249,7 @@ def fork(
 
 def receive(connection: socket.socket, streams: list[int]) -> Request:
     """Return a request, and add its standard streams to `streams`. Raises OSError, ValueError or TypeError."""
-    connection.settimeout(HELLO_SECONDS)
+    connection.settimeout(FORK_REQUEST_SECONDS)
     if peer(connection)[1] != os.geteuid():
         raise PermissionError("another user")
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
@@ -255,7 +257,7 @@ def receive(connection: socket.socket, streams: list[int]) -> Request:
     while len(head) < 8 and (part := connection.recv(8 - len(head))):
         head += part
     length = int.from_bytes(head)
-    if len(streams) != 3 or length > MOST_BYTES:
+    if len(streams) != 3 or length > MOST_REQUEST_BYTES:
         raise ValueError("not a client's hello")
     body = bytearray()
     while len(body) < length and (part := connection.recv(length - len(body))):
@@ -284,7 +286,7 @@ def become_rank(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(asked.environment)
-    os.environ.pop(VARIABLE, None)
+    os.environ.pop(FORK_SERVER_VARIABLE, None)
     os.chdir(asked.directory)
     os.umask(asked.umask)
     with contextlib.suppress(OSError):
@@ -298,10 +300,10 @@ def become_rank(
     if asked.proxy:  # it has no use for the message, and must notice when this connection is closed
         connection.close()
     try:
-        program = program or run_script.find(asked.words)
+        program = program or run_script.find_program(asked.words)
     except UserError as error:
         exit_codes.end_with(error)
-    rank_exit.run(program, lambda code: tell(connection, FAILED + b" %d" % code))
+    rank_exit.run_rank(program, lambda code: tell(connection, FAILED + b" %d" % code))
 
 
 def stream_of(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:

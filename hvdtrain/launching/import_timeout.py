@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PIPE = "HVDTRAIN_START_PIPE"  # from launch/restarts.sh: pid, file descriptor, link of the descriptor in /proc
-LIMIT = "HVDTRAIN_START_TIMEOUT"
+START_TIMEOUT_VARIABLE = "HVDTRAIN_START_TIMEOUT"
 LIMIT_SECONDS = 600.0
 MOST_SECONDS = 1e6  # what every clock and timer here can take: eleven days
 AFTER_MESSAGE = 3.0  # seconds from the message to the end; rank 0 is RANK_ZERO_FIRST earlier than the others
-RANK_ZERO_FIRST = 2.0
+RANK_ZERO_SECONDS = 2.0
 
 
 def report_start() -> None:
@@ -40,7 +40,7 @@ def report_start() -> None:
 def limit_seconds() -> float:
     """Return the time limit from the environment; 0: no limit."""
     with contextlib.suppress(ValueError):
-        return min(max(0.0, float(os.environ.get(LIMIT) or LIMIT_SECONDS)), MOST_SECONDS)
+        return min(max(0.0, float(os.environ.get(START_TIMEOUT_VARIABLE) or LIMIT_SECONDS)), MOST_SECONDS)
     return LIMIT_SECONDS
 
 
@@ -64,7 +64,7 @@ def limited_as_rank() -> contextlib.AbstractContextManager[None]:
     seconds = limit_seconds() if rank is not None else 0.0
     which = f"rank {rank} on {os.uname().nodename}"
     message = f"hvdtrain: error: {which} could not import torch within {seconds:.0f} s: is its file system slow?"
-    return limited(seconds, message, 0.0 if rank == "0" else RANK_ZERO_FIRST)
+    return limited(seconds, message, 0.0 if rank == "0" else RANK_ZERO_SECONDS)
 
 
 @contextlib.contextmanager

@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.job_secret import REMEDY, token
-from hvdtrain.launching.rendezvous import Server, own_address_towards, request
+from hvdtrain.launching.job_secret import SECRET_REMEDY, token
+from hvdtrain.launching.rendezvous import Server, own_address_towards, server_request
 
 if TYPE_CHECKING:
     from hvdtrain.launching.rendezvous_server import Rendezvous
 
 POLL_SECONDS = 0.1
-SAY_SECONDS = 10.0  # between two lines about missing ranks
+ABSENT_LINE_SECONDS = 10.0  # between two lines about missing ranks
 FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
 COME_SECONDS = 10.0  # for a starter whose ranks have failed to reach the others, which would wait for it
 GONE_AFTER = 20  # failed requests to a first starter that had answered before
-MOST_NAMED = 8  # ranks or hosts named in one message
+MOST_NAMED_RANKS = 8  # ranks or hosts named in one message
 REQUEST_SECONDS = 5.0  # for the first starter to answer
 
 
@@ -54,7 +54,7 @@ def parse_came(text: bytes, size: int) -> list[Came]:
     raise Failure(f"the starters do not understand each other ({text[:80]!r}): start the same hvdtrain on each host")
 
 
-def place(rank: int, hosts: Sequence[str]) -> Place:
+def place_of_rank(rank: int, hosts: Sequence[str]) -> Place:
     """Return the place of `rank`. hosts: the host name of every rank."""
     local_rank = hosts[:rank].count(hosts[rank])
     peers = [host for host, count in Counter(hosts).items() if count > local_rank]  # in order of their first ranks
@@ -170,13 +170,13 @@ class Meeting:
             return
         server, where = self._server, f"{self._address}:{self.port}"
         loopback = " (a loopback address: other hosts cannot reach it)" if where.startswith("127.") else ""
-        self._all_in("hosts", lambda late: f"rank {listed(late)} did not connect to {where}{loopback}: "
+        self._all_in("hosts", lambda late: f"rank {first_few(late)} did not connect to {where}{loopback}: "
                      f"were all {self.size} started?")  # fmt: skip
         told = server.get("hosts")
         came = parse_came(b"[%s]" % b",".join(told[str(number)] for number in range(self.size)), self.size)
         server.answer("PUT", "ready", "0")
         self._deadline = time.monotonic() + self.seconds
-        self._all_in("ready", lambda late: f"still importing: {listed([came[number].host for number in late])}; "
+        self._all_in("ready", lambda late: f"still importing: {first_few([came[number].host for number in late])}; "
                      f"--wait gives more than {self.seconds:.0f} s")  # fmt: skip
         self._place(came)
         server.expect(self.hosts)
@@ -184,7 +184,7 @@ class Meeting:
         server.answer("PUT", "met", "0")
         # Wait, because this process and its server may end before a slower starter has read the hosts.
         self._all_in(
-            "met", lambda late: f"{listed([came[number].host for number in late])} connected, then stopped answering"
+            "met", lambda late: f"{first_few([came[number].host for number in late])} connected, then stopped answering"
         )
 
     def _place(self, came: list[Came]) -> None:
@@ -193,7 +193,7 @@ class Meeting:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment variables that Horovod's launcher would set for `rank`."""
-        mine = place(rank, self.hosts)
+        mine = place_of_rank(rank, self.hosts)
         return {
             "HOROVOD_HOSTNAME": self.hosts[rank],
             "HOROVOD_RANK": str(rank),
@@ -239,7 +239,7 @@ class Meeting:
                 raise Failure(failed)
             if now > self._deadline:
                 raise UserError(complaint(late))
-            if now - said_at > SAY_SECONDS:
+            if now - said_at > ABSENT_LINE_SECONDS:
                 said_at = now
                 self.say(f"waiting for {len(late)} of {self.size} for {now - began:.0f} s: {complaint(late)}")
             time.sleep(self._poll)
@@ -256,7 +256,7 @@ class Meeting:
                 gone = 0
             except PermissionError as error:  # also another job's server
                 raise UserError(
-                    f"{error}: set another MASTER_PORT, or where hosts share no home directory, {REMEDY}"
+                    f"{error}: set another MASTER_PORT, or where hosts share no home directory, {SECRET_REMEDY}"
                 ) from None
             except OSError as error:
                 why, gone = error, gone + self._reached
@@ -272,7 +272,7 @@ class Meeting:
             answer = self._server.answer(method, scope, key, data)
         else:
             seconds = min(REQUEST_SECONDS, max(0.5, self._deadline - time.monotonic()))
-            answer = request(self._where(), method, f"/{scope}/{key}", data, seconds)
+            answer = server_request(self._where(), method, f"/{scope}/{key}", data, seconds)
         self._reached = True
         return answer
 
@@ -280,7 +280,7 @@ class Meeting:
         return Server(self._address, self.port, token(self._secret, self.port))
 
 
-def listed(late: Sequence[object]) -> str:
+def first_few(late: Sequence[object]) -> str:
     """Return the first few items as text, such as "1, 2 and 6 more"."""
-    more = len(late) - MOST_NAMED
-    return ", ".join(map(str, late[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+    more = len(late) - MOST_NAMED_RANKS
+    return ", ".join(map(str, late[:MOST_NAMED_RANKS])) + (f" and {more} more" if more > 0 else "")

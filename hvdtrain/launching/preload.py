@@ -18,9 +18,9 @@ from hvdtrain.launching import processes
 
 # Packages whose import starts no thread, and touches neither MPI nor a GPU.
 SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
-FIRST = ("torch", "horovod.torch")
+FIRST_IMPORTS = ("torch", "horovod.torch")
 # Modules that hvdtrain's programs import later.
-OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist")
+OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist_data")
 
 
 def modules_of(source: str) -> list[str]:
@@ -46,8 +46,8 @@ def preload(source: str, asked: Sequence[str]) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with contextlib.suppress(ImportError):
         import numpy  # noqa: F401 - its OpenBLAS starts threads, and handles forks itself
-    allowed = len(processes.threads())
-    wanted = [*FIRST, *modules_of(source)]
+    allowed = len(processes.own_threads())
+    wanted = [*FIRST_IMPORTS, *modules_of(source)]
     if any(name.startswith("hvdtrain.") for name in wanted):
         wanted += OF_HVDTRAIN
     for name in wanted:
@@ -73,7 +73,7 @@ def _load(name: str) -> Exception | None:
 def _check(allowed: int, what: str) -> None:
     """Raise UserError if importing `what` did something that does not survive a fork. allowed: number of threads."""
     done = []
-    if len(processes.threads()) > allowed:
+    if len(processes.own_threads()) > allowed:
         done.append("starts threads")
     torch = sys.modules.get("torch")
     if torch is not None and (torch.cuda.is_initialized() or _keeps_cuda_from_ranks()):

@@ -16,11 +16,11 @@ from hvdtrain.engines.errors import UserError
 PROC = Path("/proc")
 TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
 # Launchers, by the name of their executable or script. When one of them ends, the ranks that it started must end.
-LAUNCHERS = re.compile(
+LAUNCHER_COMMANDS = re.compile(
     r"(mpirun|mpiexec|orterun|orted|prterun|prte|prted|prun|mpiexec\.hydra|hydra_pmi_proxy|hydra_bstrap_proxy|slurmstepd"
     r"|torchrun|horovodrun|slurm_script)(_wrapper|\.real)?"
 )
-WRAPPERS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
+WRAPPER_COMMANDS = re.compile(r"(mpirun|horovodrun)\.sh")  # only with --restarts; otherwise they exec the launcher
 MODULES = re.compile(r"torch\.distributed\.(run|launch)|hvdtrain\.(benchmark|doctor|starter)|horovod\.runner\.launch")
 MOST_ANCESTORS = 30
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -81,7 +81,7 @@ def bytes_transferred(which: int | str) -> int:
     return 0
 
 
-def threads() -> list[int]:
+def own_threads() -> list[int]:
     """Return the IDs of this process's threads."""
     return [int(task.name) for task in (PROC / "self/task").iterdir()]
 
@@ -186,9 +186,9 @@ def launcher_name(arguments: list[str]) -> str | None:
             break
     interpreter = bool(words) and re.fullmatch(r"(python[0-9.]*|bash|sh|dash|env)", words[0])
     for word in words if interpreter else words[:2]:
-        if LAUNCHERS.fullmatch(word) or MODULES.fullmatch(word):
+        if LAUNCHER_COMMANDS.fullmatch(word) or MODULES.fullmatch(word):
             return word
-        if WRAPPERS.fullmatch(word) and "--restarts" in arguments:
+        if WRAPPER_COMMANDS.fullmatch(word) and "--restarts" in arguments:
             return word
     return None
 

@@ -1,8 +1,8 @@
 """The exit of a forked rank: the interpreter's own, up to the point where it would clear all modules.
 
 That would copy nearly every memory page with Python objects that the ranks share: 0.4 s of CPU time and 160 MB per rank. The
-interpreter waits for threads and calls exit handlers, in reverse order. `prepare` registers one before all others, so it is
-called last: it does what clearing the modules would do for the program, and ends the process.
+interpreter waits for threads and calls exit handlers, in reverse order. `prepare_exit` registers one before all others, so
+it is called last: it does what clearing the modules would do for the program, and ends the process.
 """
 
 import atexit
@@ -16,18 +16,18 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from hvdtrain.engines.lines import put
+from hvdtrain.engines.lines import put_line
 from hvdtrain.launching import run_script
 
 _ended: tuple[int, dict[str, object]] | None = None  # in a rank whose program has ended: its exit code and namespace
 
 
-def prepare() -> None:
+def prepare_exit() -> None:
     """Register the last exit handler. Call it before the imports that the ranks share."""
     atexit.register(_end)
 
 
-def run(program: run_script.Program, report: Callable[[int], object]) -> NoReturn:
+def run_rank(program: run_script.Program, report: Callable[[int], object]) -> NoReturn:
     """Run the program and exit as the interpreter would.
 
     report: called with the exit code as soon as the program has failed, because exit handlers may wait for other ranks
@@ -36,7 +36,7 @@ def run(program: run_script.Program, report: Callable[[int], object]) -> NoRetur
     global _ended
     code = 0
     try:
-        run_script.run(program)
+        run_script.run_program(program)
     except SystemExit as left:
         code = code_of(left)
     except BaseException as error:
@@ -58,7 +58,7 @@ def code_of(left: SystemExit) -> int:
         return 0
     if isinstance(left.code, int):
         return left.code & 0xFF
-    put(sys.stderr, f"{left.code}\n")
+    put_line(sys.stderr, f"{left.code}\n")
     return 1
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
-SILENCE_SECONDS = 30.0  # time limit of one request
+ANSWER_SECONDS = 30.0  # time limit of one request
 PORTS = 4  # which a rank needs at least, for the others and for the store
 
 
@@ -78,23 +78,23 @@ def horovods_server(environment: Mapping[str, str]) -> Server | None:
     return Server(host, int(port), token) if host and port.isdecimal() else None
 
 
-def put(server: Server, scope: str, key: str, value: bytes) -> None:
+def put_value(server: Server, scope: str, key: str, value: bytes) -> None:
     """Store `value` under /`scope`/`key` on a rendezvous server. Raises OSError."""
-    request(server, "PUT", f"/{scope}/{key}", value)
+    server_request(server, "PUT", f"/{scope}/{key}", value)
 
 
 def wait_for(server: Server, scope: str, key: str, seconds: float) -> bytes:
     """Wait until there is a value under /`scope`/`key`, and return it. Raises OSError; TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
-    while (value := request(server, "GET", f"/{scope}/{key}")) is None:
+    while (value := server_request(server, "GET", f"/{scope}/{key}")) is None:
         if time.monotonic() > until:
             raise TimeoutError(f"rank 0 did not connect within {seconds:.0f} s")
         time.sleep(0.05)
     return value
 
 
-def request(
-    server: Server, method: str, path: str, body: bytes = b"", seconds: float = SILENCE_SECONDS
+def server_request(
+    server: Server, method: str, path: str, body: bytes = b"", seconds: float = ANSWER_SECONDS
 ) -> bytes | None:
     """Return the body of the answer; None if there is no such key.
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 from hvdtrain.engines import files
 from hvdtrain.launching.job_secret import token
-from hvdtrain.launching.rendezvous import SILENCE_SECONDS, Server
+from hvdtrain.launching.rendezvous import ANSWER_SECONDS, Server
 
 REQUEST = re.compile(rb"(GET|PUT|DELETE) ([^ \r\n]*) [^\r\n]*\r\n")
 PATH = re.compile("/([^/]*)/([^/]*)")  # scope and key
@@ -19,9 +19,9 @@ SELECTION = re.compile("addresses_of_([0-9]{1,5})_of_([0-9]{1,5})")  # launch/pa
 SELECTION_SECONDS = 5.0  # until a rank that waits for others is told that they have not all come yet
 BACKLOG = 4096  # pending connections; the kernel limits it to net.core.somaxconn
 MOST_HEAD, MOST_BODY = 2**12, 2**26  # bytes; a value has 136 bytes per other rank
-MOST_STRANGERS = 256  # connections that have not named the token
+MOST_CONNECTIONS = 256  # connections that have not named the token
 STRANGER_SECONDS = 10.0  # in which they name it
-SPARE_FILES = 768  # open files besides; 1,024 are the usual limit
+SERVER_SPARE_FILES = 768  # open files besides; 1,024 are the usual limit
 
 
 class Rendezvous:
@@ -44,7 +44,7 @@ class Rendezvous:
 
     def __init__(self, address: str, port: int, secret: str):
         listener = socket.create_server((address, port), backlog=BACKLOG)
-        files.allow_open_files(MOST_STRANGERS + SPARE_FILES)
+        files.allow_open_files(MOST_CONNECTIONS + SERVER_SPARE_FILES)
         self.port = int(listener.getsockname()[1])
         self.server = Server(address, self.port, token(secret, self.port))
         self._expected = self.server.prefix.encode()
@@ -104,7 +104,7 @@ class Rendezvous:
         task = asyncio.current_task()
         assert task is not None
         self._strangers[task] = None
-        if len(self._strangers) > MOST_STRANGERS:
+        if len(self._strangers) > MOST_CONNECTIONS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
@@ -122,7 +122,7 @@ class Rendezvous:
                         )  # closing a socket with something unread would take the answer away
                         return
                 self._strangers.pop(task, None)
-                async with asyncio.timeout(SILENCE_SECONDS):
+                async with asyncio.timeout(ANSWER_SECONDS):
                     body = await self._answer(method, path[len(self._expected) :].decode("latin-1"), head, reader)
                     await answer(writer, b"404 Not Found" if body is None else b"200 OK", body or b"")
         finally:

@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from hvdtrain.engines.errors import UserError
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE_DIRECTORY = Path(__file__).parents[1]
 # Files whose frames a traceback of the script does not show: what runs it, and the hooks that it calls.
 OURS = (
     "tuned", "starter", "engines/foreign", "launching/exit_codes", "launching/forker", "launching/import_timeout",
     "launching/rank_exit", "launching/run_script",
 )  # fmt: skip
-HIDDEN = {"<frozen runpy>", "<frozen importlib.util>"} | {str(PACKAGE / f"{name}.py") for name in OURS}
+HIDDEN = {"<frozen runpy>", "<frozen importlib.util>"} | {str(PACKAGE_DIRECTORY / f"{name}.py") for name in OURS}
 
 
 class Program(NamedTuple):
@@ -39,7 +39,7 @@ class Program(NamedTuple):
     text: bytes | None = None  # of a file, which may be a pipe and not be read again
 
 
-def find(words: list[str]) -> Program:
+def find_program(words: list[str]) -> Program:
     """Return the program for `words`: a file, or "-m" and a module, followed by its arguments.
 
     Raises UserError if there is no such program. Like `python -m`, this imports the packages that contain a module.
@@ -119,7 +119,7 @@ def source(program: Program) -> str:
         return ""
 
 
-def run(program: Program) -> None:
+def run_program(program: Program) -> None:
     """Run `program`. Its exceptions propagate; their tracebacks are printed without frames of hvdtrain."""
     sys.argv = program.argv
     if program.directory is not None:

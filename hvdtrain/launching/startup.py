@@ -14,7 +14,7 @@ from types import FrameType
 from hvdtrain.launching import import_timeout
 
 # Signals that end the imports in one line, with this exit code. SIGUSR1 asks a run to save and stop.
-ENDING = {signal.SIGINT: 130, signal.SIGUSR1: 75}
+EXIT_CODE_OF_SIGNAL = {signal.SIGINT: 130, signal.SIGUSR1: 75}
 paused = False  # whether `begin` has disabled the garbage collector
 
 
@@ -24,7 +24,7 @@ def begin() -> None:
     open_standard_streams()
     require_directory()
     import_timeout.report_start()
-    for number in ENDING:
+    for number in EXIT_CODE_OF_SIGNAL:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, end_imports)
     if "torch" not in sys.modules:
@@ -52,13 +52,13 @@ def end_imports(number: int, frame: FrameType | None) -> None:
     """The handler of a signal during the imports, of which a traceback would say nothing."""
     message = f"hvdtrain: {signal.Signals(number).name} while Python imports, before training: nothing to save\n"
     os.write(2, message.encode())
-    os._exit(ENDING[signal.Signals(number)])
+    os._exit(EXIT_CODE_OF_SIGNAL[signal.Signals(number)])
 
 
 def end_of_imports() -> None:
     """Enable the garbage collector again, if `begin` has disabled it, and keep it from examining what is imported by now."""
     global paused
-    for number in ENDING:
+    for number in EXIT_CODE_OF_SIGNAL:
         if signal.getsignal(number) == end_imports:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # What is imported stays until the end. Without this, a last collection over torch's objects takes 0.6 s of CPU time

@@ -13,13 +13,13 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lines import say_within
 from hvdtrain.launching.exit_codes import FAILED as EXIT_FAILED
 from hvdtrain.launching.exit_codes import STOPPED, TARGET_MISSED, WRONG_INPUT
-from hvdtrain.launching.fork_client import HANDED_ON, request, send
+from hvdtrain.launching.fork_client import HANDED_ON, fork_request, send
 from hvdtrain.launching.forker import FAILED, REFUSED, Forker
 from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, Meeting
 from hvdtrain.launching.processes import runs
 from hvdtrain.launching.signal_socket import SignalSocket
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 MOST_REQUESTS = 3  # after so many of these signals, the ranks are killed
 # Seconds that the other ranks have to exit by themselves, by the first exit code other than 0. With these codes, all ranks
 # exit together. If a rank was killed or failed alone, the others would wait for it: they get no time.
@@ -121,7 +121,7 @@ class Supervisor:
             typed = null if local_rank > 0 or os.isatty(0) else 0
             with contextlib.suppress(OSError):  # the forker has ended
                 connection.connect(self._forker.address)
-                send(connection, request(self._words, variables, proxy=False), (typed, 1, 2))
+                send(connection, fork_request(self._words, variables, proxy=False), (typed, 1, 2))
                 selector.register(connection, selectors.EVENT_READ, local_rank)
         os.close(null)
 
@@ -161,9 +161,9 @@ class Supervisor:
         if number == signal.SIGHUP and self._pids:  # a closed terminal; torch's handler in the ranks does nothing
             number = signal.SIGTERM
         self._handed_on.add(number)
-        self._requests += number in ENDING
+        self._requests += number in ENDING_SIGNALS
         # Before there are ranks there is nothing to save.
-        unstarted = not self._pids and number in (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+        unstarted = not self._pids and number in (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
         if unstarted or self._requests >= MOST_REQUESTS:
             self._code = self._code or 128 + number
             self._kill()
@@ -201,7 +201,7 @@ class Supervisor:
             if self._code == 0 and len(self._exited) < self._ranks:
                 self._code = code if code > 0 else 128 - code
                 if code < 0:
-                    say(f"error: the import was killed by {signal.Signals(-code).name}{memory(-code)}")
+                    say_at_end(f"error: the import was killed by {signal.Signals(-code).name}{memory(-code)}")
                 self._meeting.fail(f"its import ended with code {self._code}")
 
     def _ranks_exited(self, local_ranks: Collection[int]) -> None:
@@ -227,7 +227,7 @@ class Supervisor:
         )
         if self._code not in BY_THEMSELVES and self._code - 128 not in self._handed_on:
             others = ": ending the other ranks" if any(other != local_rank for other in self._pids) else ""
-            say(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
+            say_at_end(f"error: rank {rank} on {socket.gethostname()} {by}{others}")
             self._meeting.fail(f"rank {rank} {by}")
         self._until = time.monotonic() + BY_THEMSELVES.get(self._code, 0.0)
 
@@ -237,6 +237,6 @@ def memory(number: int) -> str:
     return " (out of memory?)" if number == signal.SIGKILL else ""
 
 
-def say(line: str) -> None:
+def say_at_end(line: str) -> None:
     """Print a line on stderr, within a limit: the ranks wait for their end."""
     say_within(f"hvdtrain.starter: {line}\n")

@@ -18,10 +18,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.checkpoint.checksums import checksums
-from hvdtrain.engines.accelerators import read, recorded
+from hvdtrain.engines.accelerators import read_scalars, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import COUNTER, kind_of, own_name, prefixes, running_statistics, statistics_of_layer
+from hvdtrain.engines.modules import (
+    COUNTER,
+    kind_of,
+    prefixes_of_models,
+    running_statistics,
+    statistics_of_layer,
+    uncompiled_name,
+)
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
 from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators
@@ -227,7 +234,9 @@ class Evaluation:
         with self._engine.raising_together("evaluate.rows"):
             rows = [[0 if name in counted else tally.counted(name) for name in names] for tally in recorded_by]
         of_ranks = [
-            read([tally.sums.get(name, 0.0) for name in names] + [tally.counts.get(name, 0.0) for name in counted])
+            read_scalars(
+                [tally.sums.get(name, 0.0) for name in names] + [tally.counts.get(name, 0.0) for name in counted]
+            )
             for tally in recorded_by
         ]
         own = torch.tensor([sums + counts for sums, counts in zip(of_ranks, rows, strict=True)], dtype=torch.float64)
@@ -339,7 +348,9 @@ class SharedBuffers:
     def _named(self, registered: Mapping[str, nn.Module]) -> dict[str, NamedBuffer]:
         """Return each buffer that ranks should have in common, once: of the models all, of registered modules the
         statistics, and of how many batches these are."""
-        modules = [(prefix, model) for prefix, model in zip(prefixes(self._models), self._models, strict=True)]
+        modules = [
+            (prefix, model) for prefix, model in zip(prefixes_of_models(self._models), self._models, strict=True)
+        ]
         modules += [(f"{name}.", module) for name, module in registered.items()]
         named, known = dict[str, NamedBuffer](), set[int]()
         for number, (prefix, module) in enumerate(modules):
@@ -350,7 +361,7 @@ class SharedBuffers:
                     if not shared or id(tensor) in known or tensor.layout is not torch.strided:
                         continue
                     known.add(id(tensor))
-                    full = prefix + own_name(f"{path}.{name}" if path else name)
+                    full = prefix + uncompiled_name(f"{path}.{name}" if path else name)
                     saved = name not in layer._non_persistent_buffers_set
                     named[full] = NamedBuffer(tensor, layer, name in statistics, saved)
         return named

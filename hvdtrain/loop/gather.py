@@ -34,7 +34,7 @@ class Gathered(torch.autograd.Function):
         return total[ctx.first : ctx.first + ctx.length], None, None
 
 
-def gather(
+def gather_rows(
     engine: Engine, rows: Tensor, batch: Batch | None, gathered: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass.

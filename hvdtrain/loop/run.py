@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.checkpoint import Facts, name_of
-from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.own import IN_STEPS, Moment
+from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure
@@ -239,11 +239,11 @@ class Run(Ranked):
         a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
         micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
         """
-        from hvdtrain.loop.gather import gather
+        from hvdtrain.loop.gather import gather_rows
 
         self._require_running("run.gather()")
         step = self._shared.step if self._shared is not None else None
-        return gather(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
+        return gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
 
     # ---- the loop over epochs
 
@@ -570,18 +570,18 @@ class Run(Ranked):
         of `prepare`, or of the script, such as averaged weights (default: the first of `prepare`). example: what a call
         of it gets, with at least two samples; only for programs.
         """
-        from hvdtrain.models import exporting
+        from hvdtrain.models import formats
 
         prepared = self.prepared("run.export()")
         # Of nn.DataParallel and of a compiled model: the one inside.
         own = dict(zip(prepared.replicas, prepared.models, strict=True))
         chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
-        kind = exporting.require_kind(path := Path(path))
-        if kind in exporting.PROGRAMS and not example:
+        kind = formats.require_kind(path := Path(path))
+        if kind in formats.PROGRAMS and not example:
             raise refusal("program without example", NAME=repr(path.name))
         with self.raising_together("export"), self.alone(), self.shared_weights():
             if self.rank == 0:
-                exporting.write(kind, chosen, example, path)
+                formats.write_export(kind, chosen, example, path)
 
     def summary(self, **fields: object) -> None:
         """Add fields to summary.json."""

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines import precision
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.choice import require_same_flags
+from hvdtrain.engines.choice import start_engine as start_engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.start import require_same_flags
-from hvdtrain.engines.start import start as start_engine
 from hvdtrain.flags import Flags, is_url
 from hvdtrain.guards.judge import HangTimeouts
 from hvdtrain.guards.limits import limited_start
 from hvdtrain.guards.watch import remember_ignored, watch_ranks
 from hvdtrain.inputs import leftovers
-from hvdtrain.inputs.inputs import Kind
+from hvdtrain.inputs.inputs import InputKind
 from hvdtrain.inputs.sharding import seed_generators
 from hvdtrain.inputs.sources import Data, require_default_device
 from hvdtrain.loop.feature import Feature
@@ -103,15 +103,15 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
         yield run
 
 
-def kinds_of_data() -> list[Kind]:
+def kinds_of_data() -> list[InputKind]:
     """Return the kinds of data that run.steps and run.evaluating take: the first one that takes it opens it."""
-    from hvdtrain.inputs.loaders import LOADER
+    from hvdtrain.inputs.dataloaders import LOADER
     from hvdtrain.inputs.samplers import SAMPLED
     from hvdtrain.inputs.several import several_of
     from hvdtrain.inputs.streams import STREAM
     from hvdtrain.inputs.tensors import NUMBER, TENSORS
 
-    kinds: list[Kind] = [NUMBER, TENSORS]
+    kinds: list[InputKind] = [NUMBER, TENSORS]
     kinds.append(STREAM)
     kinds.append(SAMPLED)
     kinds.append(LOADER)
@@ -193,7 +193,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     with engine.raising_together("start"):
         checkpoints = Checkpoints(engine, flags, metrics, output, mirror)
     with contextlib.suppress(OSError):  # there is no directory for temporary files
-        leftovers.sweep()  # of earlier attempts of this run that were killed
+        leftovers.sweep_leftovers()  # of earlier attempts of this run that were killed
     compile_cache.use_private()  # for a program that calls torch.compile itself
     state = checkpoints.resume.begin()
     flags.compression = precision.choose_compression(engine, flags.compression)

@@ -24,7 +24,7 @@ def require_compiler(device: torch.device) -> None:
         raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
 
 
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the largest modules in a row that are made of others: ResNet's bottlenecks, a transformer's layers."""
     for module in model.children():
         row = isinstance(module, (nn.Sequential, nn.ModuleList))
@@ -32,7 +32,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             if any(True for _ in part.children()) and any(True for _ in part.parameters()):
                 yield part
         if not row:
-            yield from blocks(module)
+            yield from repeated_blocks(module)
 
 
 def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") -> nn.Module:
@@ -50,7 +50,7 @@ def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") 
 
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     setattr(limits, name, max(MOST_COMPILATIONS, getattr(limits, name)))
-    for block in list(blocks(model)) or [model]:
+    for block in list(repeated_blocks(model)) or [model]:
         # Not `nn.Module.compile`: the layers' names and the state_dict stay, but evaluations and samples would be compiled.
         block.forward = _in_training(block, block.forward, backend)
     end: Any = getattr(model, "end", None)

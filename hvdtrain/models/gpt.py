@@ -30,7 +30,7 @@ class Sizes:
     tied: bool = True  # the head shares the weights of the token embedding
 
 
-SIZES = {
+GPT_SIZES = {
     "shakespeare-cpu": Sizes(layers=4, heads=4, width=128, context=64),  # 804,096 parameters with 65 characters
     "gpt-small": Sizes(layers=6, heads=6, width=384, context=256),  # 10.8 million with bytes: for the benchmarks
     # 124,439,808 parameters with GPT-2's 50,257 byte pairs

@@ -59,7 +59,7 @@ class Series(NamedTuple):
         return f"{self.prefix}_{self.name}" if self.prefix else self.name
 
 
-def number(value: object) -> float | None:
+def finite_or_not(value: object) -> float | None:
     """Return `value` as a float, including nan and inf; None if it is not a number or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -84,7 +84,9 @@ def named_values(event: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
     return {
         name: value
         for name, field in event.items()
-        if name not in FIXED and (name in metrics or not _is_added(name)) and (value := number(field)) is not None
+        if name not in FIXED
+        and (name in metrics or not _is_added(name))
+        and (value := finite_or_not(field)) is not None
     }
 
 
@@ -100,14 +102,14 @@ def tagged_values(name: str, event: Mapping[str, Any], metrics: Mapping[str, Met
     """
     if name == "train":
         values = {f"train/{key}": value for key, value in named_values(event, metrics).items()}
-        found = {tag: number(event.get(key)) for key, tag in ADDED_AND_SHOWN.items()}
+        found = {tag: finite_or_not(event.get(key)) for key, tag in ADDED_AND_SHOWN.items()}
         return values | {tag: value for tag, value in found.items() if value is not None}
     if name == "evaluate":
         prefix = str(event.get("prefix") or "")
         series = {series_of(prefix, key): value for key, value in named_values(event, metrics).items()}
         return {f"{each.prefix or 'test'}/{each.name}": value for each, value in series.items()}
     if name == "end":
-        return {f"summary/{key}": value for key, field in event.items() if (value := number(field)) is not None}
+        return {f"summary/{key}": value for key, field in event.items() if (value := finite_or_not(field)) is not None}
     return {}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvdtrain.engines.accelerators import read
+from hvdtrain.engines.accelerators import read_scalars
 from hvdtrain.engines.base import Engine
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import Metric
@@ -54,7 +54,7 @@ class MetricsLogger:
         tallies = list(step.tallies.values())
         names = list(tallies[0].sums)
         norm = [] if step.gradient_norm is None else [step.gradient_norm]
-        numbers = read(
+        numbers = read_scalars(
             [*(number for tally in tallies for number in tally.numbers()), *norm]
         )  # from an accelerator, with one copy
         rows = torch.tensor(numbers[: len(numbers) - len(norm)], dtype=torch.float64)

@@ -20,7 +20,7 @@ from hvdtrain.output.metric_names import PHASES
 
 PLAIN_LINE_SECONDS = 10.0  # without a terminal: minimum number of seconds between two lines
 KNOWN_SECONDS = 2.0  # measured time before the time left is estimated
-OPEN_MPI = ("mpirun", "mpiexec", "orterun", "prterun")
+OPEN_MPI_COMMANDS = ("mpirun", "mpiexec", "orterun", "prterun")
 # Options with which it writes before each line, or to files, too.
 TAGS = ("tag-output", "timestamp-output", "output", "output-filename")
 WIDTH = 80  # if the terminal does not report its width
@@ -40,7 +40,7 @@ class Screen(NamedTuple):
         return WIDTH
 
     def write(self, text: str) -> None:
-        lines.put(self.stream, text)
+        lines.put_line(self.stream, text)
 
     def flush(self) -> None:
         """Nothing is left to write."""
@@ -48,7 +48,7 @@ class Screen(NamedTuple):
 
 def find_screen() -> Screen | None:
     """Return the terminal that shows the output of this process; None if there is none, or lines have tags there."""
-    launcher = next((each for each in processes.launchers() if each.name in OPEN_MPI), None)
+    launcher = next((each for each in processes.launchers() if each.name in OPEN_MPI_COMMANDS), None)
     if launcher is None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # missing, closed, or no file
             if sys.stderr.isatty():

@@ -16,13 +16,21 @@ from typing import Any, NamedTuple
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output import records
-from hvdtrain.output.metric_names import PHASES, Metric, Series, named_values, number, recorded_metrics, series_of
+from hvdtrain.output.metric_names import (
+    PHASES,
+    Metric,
+    Series,
+    finite_or_not,
+    named_values,
+    recorded_metrics,
+    series_of,
+)
 
-Event = dict[str, Any]
+RecordedEvent = dict[str, Any]
 
 NOT_COMPARED = {"output_dir", "resume", "no_progress", "verbose"}  # flags that do not affect training
 HARMLESS = ("checkpoint", "record")  # kinds of errors that do not end a run: a file could not be written
-LARGEST = 2**53  # floats represent every integer below this
+LARGEST_INTEGER = 2**53  # floats represent every integer below this
 TRAIN = "train"  # prefix of the values of training, beside the data sets of evaluations
 RATE = Series(TRAIN, "samples_per_second")
 
@@ -34,7 +42,7 @@ class CurvePoint(NamedTuple):
     samples: float
     seconds: float
     values: dict[Series, float]
-    event: Event
+    event: RecordedEvent
 
 
 @dataclass
@@ -56,11 +64,11 @@ class RecordedRun:
     """A run, as its output directory records it."""
 
     name: str
-    start: Event = field(default_factory=dict)  # the newest `start` event
+    start: RecordedEvent = field(default_factory=dict)  # the newest `start` event
     attempts: list[Attempt] = field(default_factory=list)
     moments: list[CurvePoint] = field(default_factory=list)  # the `train` and `evaluate` events
-    rank_times: list[Event] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
-    summary: Event = field(default_factory=dict)
+    rank_times: list[RecordedEvent] = field(default_factory=list)  # `ranks` events: seconds by phase, a list over ranks
+    summary: RecordedEvent = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     state: str = "not ended"  # ended, stopped, failed
 
@@ -84,11 +92,11 @@ class RecordedRun:
         """All flags and other facts that distinguish runs, as text."""
         told = {"ranks": str(self.ranks)} | {name: str(self.start.get(name, "?")) for name in ("engine", "dataset")}
         flags = mapping(self.start.get("config"))
-        told |= {name: shown(value) for name, value in flags.items() if name not in NOT_COMPARED | told.keys()}
+        told |= {name: shown_flag(value) for name, value in flags.items() if name not in NOT_COMPARED | told.keys()}
         ranks = self.start.get("ranks")
-        hosts = [shown(mapping(rank).get("host")) for rank in ranks] if isinstance(ranks, list) else []
+        hosts = [shown_flag(mapping(rank).get("host")) for rank in ranks] if isinstance(ranks, list) else []
         told["hosts"] = ", ".join(dict.fromkeys(hosts))
-        return told | {f"{name} version": shown(v) for name, v in mapping(self.start.get("versions")).items()}
+        return told | {f"{name} version": shown_flag(v) for name, v in mapping(self.start.get("versions")).items()}
 
     def metric(self, series: Series) -> Metric | None:
         """Return the metric that the script declared for a value, with its data (validation_loss) or without; or None."""
@@ -99,12 +107,12 @@ class RecordedRun:
         return [moment for moment in self.moments if (moment.event["event"] == "train") == yes]
 
 
-def mapping(value: object) -> Event:
+def mapping(value: object) -> RecordedEvent:
     """Return `value` if it is a JSON object, else {}."""
     return value if isinstance(value, dict) else {}
 
 
-def shown(value: object) -> str:
+def shown_flag(value: object) -> str:
     """Return a flag's value as text."""
     return "-" if value is None else str(value)
 
@@ -116,11 +124,12 @@ def read_runs(directories: Sequence[Path]) -> list[RecordedRun]:
     """Return the runs in the directories, one in each. Raises UserError if a directory has no run."""
     names = [Path(os.path.realpath(path)).name for path in directories]
     return [
-        read(path, name if names.count(name) == 1 else str(path)) for path, name in zip(directories, names, strict=True)
+        read_run(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(directories, names, strict=True)
     ]
 
 
-def read(directory: Path, name: str) -> RecordedRun:
+def read_run(directory: Path, name: str) -> RecordedRun:
     """Return the run in `directory`. Raises UserError if it has none."""
     run, damaged, remedy = RecordedRun(name), list[int](), "name the --output-dir of a run"
     try:
@@ -133,7 +142,7 @@ def read(directory: Path, name: str) -> RecordedRun:
         raise UserError(f"{directory}/metrics.jsonl cannot be read ({error.strerror}): make it readable") from None
     for place, line in enumerate(lines, 1):
         try:
-            take(run, records.parsed(line) or {})
+            take_event(run, records.parsed(line) or {})
         except (KeyError, TypeError, ValueError):
             if line.strip() and place < len(lines):  # without a line end: a line that is just being written
                 damaged.append(place)
@@ -155,7 +164,7 @@ def read(directory: Path, name: str) -> RecordedRun:
     return run
 
 
-def read_summary(directory: Path, notes: list[str]) -> Event:
+def read_summary(directory: Path, notes: list[str]) -> RecordedEvent:
     """Return summary.json; {} if there is none, with a note if it is damaged."""
     try:
         summary = records.parsed(files.read_text(directory / "summary.json"))
@@ -168,18 +177,18 @@ def read_summary(directory: Path, notes: list[str]) -> Event:
     return summary or {}
 
 
-def finite(event: Event, name: str, least: float = 0.0) -> float:
+def finite(event: RecordedEvent, name: str, least: float = 0.0) -> float:
     """Return a field that is a number, at least `least`. Raises KeyError, ValueError."""
-    value = number(event[name])
-    if value is None or not least <= value < LARGEST:
+    value = finite_or_not(event[name])
+    if value is None or not least <= value < LARGEST_INTEGER:
         raise ValueError(name)
     return value
 
 
-def take(run: RecordedRun, event: Event) -> None:
+def take_event(run: RecordedRun, event: RecordedEvent) -> None:
     """Add one event to the run. Raises KeyError, TypeError or ValueError for one that is damaged; the run is unchanged."""
-    name, elapsed = event["event"], finite(event, "elapsed", -LARGEST)
-    finite(event, "time", -LARGEST)
+    name, elapsed = event["event"], finite(event, "elapsed", -LARGEST_INTEGER)
+    finite(event, "time", -LARGEST_INTEGER)
     if name == "start":
         finite(event, "world_size", 1.0)
         run.attempts.append(Attempt(elapsed, run.seconds))
@@ -188,7 +197,9 @@ def take(run: RecordedRun, event: Event) -> None:
     for place in ("step", "samples"):
         if name in ("train", "resume") or event.get(place) is not None:
             finite(event, place)
-    if name == "train" and event.get("loss") is not None and number(event["loss"]) is None:  # it may be nan or inf
+    if (
+        name == "train" and event.get("loss") is not None and finite_or_not(event["loss"]) is None
+    ):  # it may be nan or inf
         raise ValueError("loss")
     if not run.attempts:
         return
@@ -233,34 +244,34 @@ def results(run: RecordedRun) -> dict[str, str]:
     """Return the last evaluation of each value as text, the most important first, and the best one if that was better; for a
     run without evaluations, the last values of training."""
     declared = [series_of(prefix, name) for name in run.metrics for prefix in ("test", "validation", "")]
-    told = [series for series in declared if number(run.summary.get(series.whole)) is not None]
+    told = [series for series in declared if finite_or_not(run.summary.get(series.whole)) is not None]
     evaluations = run.of_training(False)
     seen = in_order(run, dict.fromkeys(told + [series for moment in evaluations for series in moment.values]))
     if not seen:
         last = {Series("", s.name): value for moment in run.moments for s, value in moment.values.items()}
         order = in_order(run, last)
-        return {f"training {each.name.replace('_', ' ')}": written(last[each], run.metric(each)) for each in order}
+        return {f"training {each.name.replace('_', ' ')}": shown_value(last[each], run.metric(each)) for each in order}
     found: dict[str, str] = {}
     for series in seen:
         label, metric = series.whole.replace("_", " "), run.metric(series)
         of_it = [moment for moment in evaluations if series in moment.values]
-        value = number(run.summary.get(series.whole))
+        value = finite_or_not(run.summary.get(series.whole))
         value = of_it[-1].values[series] if value is None else value
-        found[label] = written(value, metric)
+        found[label] = shown_value(value, metric)
         counts = [run.summary.get(Series(series.prefix, "count").whole), *(m.event.get("count") for m in of_it[-1:])]
-        if samples := next((count for one in counts if (count := number(one)) and math.isfinite(count)), None):
+        if samples := next((count for one in counts if (count := finite_or_not(one)) and math.isfinite(count)), None):
             found[label] += f" of {samples:,.0f}"
         valid = [moment for moment in of_it if not math.isnan(moment.values[series])]
         if metric is not None and valid:
             best = (max if metric.direction == "max" else min)(valid, key=lambda moment: moment.values[series])
             if metric.better(best.values[series], value) or math.isnan(value):
-                epoch = number(best.event.get("epoch"))
-                found[f"best {label}"] = written(best.values[series], metric)
+                epoch = finite_or_not(best.event.get("epoch"))
+                found[f"best {label}"] = shown_value(best.values[series], metric)
                 found[f"best {label}"] += "" if epoch is None else f" in epoch {epoch:.0f}"
     return found
 
 
-def written(value: float, metric: Metric | None) -> str:
+def shown_value(value: float, metric: Metric | None) -> str:
     """Return a value as text."""
     return metric.show(value) if metric is not None and metric.percent else f"{value:.4g}"
 
@@ -295,6 +306,6 @@ def time_shares(run: RecordedRun) -> list[dict[str, float]]:
 
 def durations(value: object) -> list[float]:
     """Return a list of seconds over ranks; [] if `value` is none."""
-    numbers = [number(one) for one in value] if isinstance(value, list) else []
+    numbers = [finite_or_not(one) for one in value] if isinstance(value, list) else []
     valid = [one for one in numbers if one is not None and one >= 0]
     return valid if len(valid) == len(numbers) else []

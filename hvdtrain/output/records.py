@@ -22,12 +22,12 @@ from hvdtrain.engines import files, lines
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def text(value: object, indent: int | None = None) -> str:
+def json_text(value: object, indent: int | None = None) -> str:
     """Return `value` as JSON. Numbers that are not finite become the strings of WORDS."""
     try:
-        return json.dumps(value, indent=indent, default=encoded, allow_nan=False)
+        return json.dumps(value, indent=indent, default=json_value, allow_nan=False)
     except ValueError:
-        return json.dumps(json.loads(json.dumps(value, default=encoded), parse_constant=str), indent=indent)
+        return json.dumps(json.loads(json.dumps(value, default=json_value), parse_constant=str), indent=indent)
 
 
 def parsed(content: str) -> dict[str, Any] | None:
@@ -41,7 +41,7 @@ def parsed(content: str) -> dict[str, Any] | None:
     return {name: WORDS.get(field, field) if isinstance(field, str) else field for name, field in value.items()}
 
 
-def encoded(value: Any) -> object:
+def json_value(value: Any) -> object:
     """Return what stands in JSON for a value that it does not have: numbers for a tensor or an array, else text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -61,12 +61,12 @@ class Events:
     def open_events(self, path: Path, *, continued: bool) -> None:
         """Open `path`. Raises OSError. continued: append to the file that is there; otherwise, that is renamed."""
         if os.path.lexists(path) and not (continued and stat.S_ISREG(path.lstat().st_mode)):
-            path.rename(files.unused(path))  # a file of an earlier run, or a link, a pipe or a device
+            path.rename(files.unused_name(path))  # a file of an earlier run, or a link, a pipe or a device
         self._path, self._file = path, files.open_to_append(path)
 
     def event(self, name: str, **fields: object) -> None:
         """Append an event, as one line of JSON. Thread-safe."""
-        line = text({"event": name, **self._now(), **fields}) + "\n"
+        line = json_text({"event": name, **self._now(), **fields}) + "\n"
         with self._lock:  # the checkpoint writer and the watchdog call this from their threads
             self._append(line)
         for listener in self.listeners:
@@ -82,7 +82,7 @@ class Events:
             return
         if self._missing:
             gap = f"{self._missing} line{'s'[: self._missing > 1]} before this one could not be written"
-            line = text({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
+            line = json_text({"event": "error", **self._now(), "kind": "record", "message": gap}) + "\n" + line
         content, end = line.encode(), None
         try:
             self._reopen_if_removed()

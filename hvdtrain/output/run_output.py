@@ -65,7 +65,7 @@ class RunOutput(records.Events):
             directory.mkdir(parents=True, exist_ok=True)
             summary = directory / "summary.json"
             if summary.is_dir() and not summary.is_symlink():
-                summary.rename(files.unused(summary))
+                summary.rename(files.unused_name(summary))
             summary.unlink(missing_ok=True)
             self.open_events(directory / "metrics.jsonl", continued=continued)
         if self._wants_board:
@@ -145,9 +145,13 @@ class RunOutput(records.Events):
         self.event("end", **summary)
         if self.output_dir is not None:
             try:
-                atomic.write(self.output_dir / "summary.json", records.text(summary, indent=2) + "\n", sync=False)
+                atomic.write_atomically(
+                    self.output_dir / "summary.json", records.json_text(summary, indent=2) + "\n", sync=False
+                )
             except OSError as error:
-                lines.warn(f"{self.output_dir}/summary.json not written ({error.strerror}): {records.text(summary)}")
+                lines.warn(
+                    f"{self.output_dir}/summary.json not written ({error.strerror}): {records.json_text(summary)}"
+                )
 
     def close(self) -> None:
         """Close all files. Idempotent."""

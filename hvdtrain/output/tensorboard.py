@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.engines import files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
+from hvdtrain.output.metric_names import Metric, finite_or_not, recorded_metrics, tagged_values
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,7 +32,7 @@ class Board:
             remedy = "name another --output-dir"
             raise UserError(f"--tensorboard cannot write to {directory}: the path is not UTF-8: {remedy}") from error
         if os.path.lexists(directory) and not (continued and directory.is_dir() and not directory.is_symlink()):
-            directory.rename(files.unused(directory))  # of an earlier run, or a file or a link
+            directory.rename(files.unused_name(directory))  # of an earlier run, or a file or a link
         files.make_directory(directory)
         self._make, self._directory, self._continued = tensorboard.SummaryWriter, directory, continued
         self._writer: SummaryWriter | None = None
@@ -45,8 +45,8 @@ class Board:
         if name == "start":
             self._metrics = recorded_metrics(fields)
         if name in ("resume", "train"):
-            at = number(fields.get("samples"))
-            at = number(fields.get("step")) if at is None else at
+            at = finite_or_not(fields.get("samples"))
+            at = finite_or_not(fields.get("step")) if at is None else at
             self._at = self._at if at is None else int(at)
         if name in ("resume", "train", "evaluate"):
             if self._writer is None:

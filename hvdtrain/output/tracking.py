@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.errors import UserError
-from hvdtrain.output.metric_names import Metric, number, recorded_metrics, tagged_values
+from hvdtrain.output.metric_names import Metric, finite_or_not, recorded_metrics, tagged_values
 
 END_SECONDS, STOP_SECONDS = 60.0, 5.0  # to send waiting events at the end of a run; after a stop or a failure
 SETTINGS = {  # MLflow's own would wait 15 minutes for a server that does not answer, and send usage data
@@ -60,7 +60,7 @@ class Tracker:
         self._last = name if name in ("end", "stop") else self._last
         if name == "start":
             self._metrics = recorded_metrics(fields)
-        self._step = int(number(fields.get("step")) or self._step)
+        self._step = int(finite_or_not(fields.get("step")) or self._step)
         if not self._failed:
             values = tagged_values(name, fields, self._metrics)
             self._waiting.put(Event(round(time.time() * 1000), name, self._step, values, fields))
@@ -104,7 +104,7 @@ class Record:
     def note(self) -> None:
         """Write down which record is that of this run."""
         held = json.dumps({"run_id": self.run, "tracking_uri": self.place})
-        atomic.write(self._id_file, held + "\n", sync=False)
+        atomic.write_atomically(self._id_file, held + "\n", sync=False)
 
 
 class Mlflow(Record):

@@ -9,7 +9,7 @@ import_timeout.import_torch()
 from hvdtrain.cli import count, fraction, non_negative, positive, positive_int
 from hvdtrain.cli import training_parser as parser
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.exit_codes import run as main
+from hvdtrain.launching.exit_codes import run_command as main
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.start import start
 from hvdtrain.output.metric_names import Metric

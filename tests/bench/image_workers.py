@@ -49,13 +49,13 @@ transform = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHori
 OURS = """
 from hvdtrain.inputs import loading
 from hvdtrain.datasets.images import open_folders
-from hvdtrain.datasets.shards import open_shards
-from hvdtrain.engines.start import start
+from hvdtrain.datasets.tar_shards import open_shards
+from hvdtrain.engines.choice import start_engine
 from hvdtrain.inputs.fetching import Samples
 from torch.utils.data import DataLoader
 def ours(open_data):
     loading.start_workers_early()
-    with start("serial", threads=1) as engine:
+    with start_engine("serial", threads=1) as engine:
         samples = Samples(DataLoader(open_data(engine)[0], BATCH), 1)
         torch.manual_seed(rank)
         jobs = [(0, some) for some in torch.randint(samples.count, (count, BATCH)).tolist()]
@@ -124,7 +124,7 @@ def image_workers(setting: Setting) -> dict[str, float]:
         arguments = [sys.executable, "-c", IMAGES.replace(*NOISE), *map(str, (root, height, width, images))]
         job(arguments, setting.scratch / "images.log")
         for split in ("train", "val"):
-            make_shards.make(root / split, root / "shards" / split, images // 8, 1)
+            make_shards.make_shards(root / split, root / "shards" / split, images // 8, 1)
         arguments = [str(root), str(batches)]
         both = once(sides, lambda side, arguments=arguments: loaded(setting, side, *arguments))
         said = "  ".join(f"{side} {rate:.0f}/s {1000 * cpu:.2f} ms" for side, (rate, cpu) in both.items())

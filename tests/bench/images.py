@@ -48,15 +48,15 @@ print(images_per_second(lambda: [None for batch in batches]))
 import sys, torch
 from pathlib import Path
 from hvdtrain.datasets.images import open_folders
-from hvdtrain.imagenet import scaled
-from hvdtrain.engines.start import start
+from hvdtrain.imagenet import scaled_images
+from hvdtrain.engines.choice import start_engine
 pixels = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1)
-with start("serial", threads=1) as engine:
+with start_engine("serial", threads=1) as engine:
     folder, _, _ = open_folders(engine, Path(sys.argv[1]), 224, reduced=REDUCED)
     batches = torch.utils.data.DataLoader(folder, batch_size=32, shuffle=True)
     def epoch():
         for images, _ in batches:
-            scaled(images, pixels, torch.contiguous_format)
+            scaled_images(images, pixels, torch.contiguous_format)
     print(images_per_second(epoch))
 """,
 }

@@ -196,14 +196,14 @@ def mnist_input(setting: Setting) -> dict[str, float]:
 import sys, time, torch
 torch.set_num_threads(1)
 data_dir, root = sys.argv[1:]
-from hvdtrain.datasets import mnist
-from hvdtrain.mnist import scaled
+from hvdtrain.datasets import mnist_data
+from hvdtrain.mnist import scaled_digits
 from hvdtrain.inputs.sharding import epoch_order, steps
-data = mnist.load("mnist", data_dir)
+data = mnist_data.load_dataset("mnist_data", data_dir)
 def ours(epoch):
     for step in steps(epoch_order(60_000, 1, epoch), 0, 1, 64):
         for batch in step.batches:
-            scaled(data.train_images.index_select(0, batch.indices)), data.train_labels.index_select(0, batch.indices)
+            scaled_digits(data.train_images.index_select(0, batch.indices)), data.train_labels.index_select(0, batch.indices)
 from torchvision import datasets, transforms
 transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
 theirs = torch.utils.data.DataLoader(datasets.MNIST(root, train=True, transform=transform), batch_size=64, shuffle=True)

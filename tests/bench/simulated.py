@@ -82,7 +82,7 @@ def simulated(ranks: int) -> Iterator[None]:
     """Context manager in which the engine that is started is rank 0 of so many."""
     kind = type("RankZeroOfMany", (RankZero,), {"ranks": ranks})
     with (
-        mock.patch("hvdtrain.engines.start.engine_class", return_value=kind),
+        mock.patch("hvdtrain.engines.choice.engine_class", return_value=kind),
         mock.patch.object(socket, "gethostname", HOST.decode),
         mock.patch("hvdtrain.guards.connection.own_address_towards", return_value="127.0.0.1"),
     ):

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from hvdtrain import mnist
-from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
 from hvdtrain.features import non_finite
 from hvdtrain.features.replicas import Replicas
 from hvdtrain.inputs.tensors import Tensors
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.stopping import Stopping
 from hvdtrain.models.convnet import ConvNet, CosineNet
@@ -64,7 +64,7 @@ def count_steps() -> None:
 
 
 counted(Tensors, "load", "gather")
-counted(mnist, "scaled", "gather")
+counted(mnist, "scaled_digits", "gather")
 for net in (ConvNet, CosineNet):
     counted(net, "__call__", "forward")
 counted(mnist.F, "cross_entropy", "forward")
@@ -72,7 +72,7 @@ counted(torch.Tensor, "backward", "backward")
 counted(HorovodEngine, "synchronize", "all-reduce")
 counted(torch.amp.GradScaler, "step", "optimizer")
 counted(torch.optim.Optimizer, "zero_grad", "optimizer")
-counted(non_finite, "finite", "guards")
+counted(non_finite, "gradients_are_finite", "guards")
 counted(Stopping, "decide", "guards")
 counted(Replicas, "compare", "guards")
 counted(Checkpoints, "save", "checkpoints")
@@ -98,4 +98,4 @@ def main() -> int:
     return code
 
 
-run(main)
+run_command(main)

@@ -30,7 +30,7 @@ from hvdtrain import mnist, training
 from hvdtrain.checkpoint import checkpoint, checkpoints, contents, writer
 from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.start import engine_class
+from hvdtrain.engines.choice import engine_class
 from hvdtrain.guards import connection
 from hvdtrain.inputs.plan import Plan
 from hvdtrain.launching import exit_codes, processes
@@ -88,7 +88,7 @@ def fill_disk() -> None:
 def await_checkpoint() -> None:
     directory = Path(sys.argv[sys.argv.index("--output-dir") + 1]) / "checkpoints"
     until = time.monotonic() + SAVED_SECONDS
-    while not checkpoint.listed(directory) and time.monotonic() < until:
+    while not checkpoint.checkpoints_in(directory) and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -142,11 +142,11 @@ before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
 before(Run, "_go_on", "evaluating")
 before(checkpoints.Checkpoints, "restore", "restore")
-before(checkpoint, "digest", "digest")
+before(checkpoint, "checkpoint_digest", "digest")
 before(atomic, "sync_directory", "directory")
 before(writer, "prune", "prune")
 
-real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled, Plan.epoch
+real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled_digits, Plan.epoch
 real_save, real_snapshot = checkpoints.Checkpoints.save, contents.snapshot
 
 
@@ -224,7 +224,7 @@ def logged(self: Plan, number: int):
         yield step
 
 
-real_listen = connection.listen
+real_listen = connection.listen_for_ranks
 
 
 def listen(hosts: list[str]):
@@ -236,8 +236,8 @@ def listen(hosts: list[str]):
     return listeners, where
 
 
-connection.listen = listen
-os.fsync, Path.replace, mnist.scaled, Plan.epoch = fsync, replace, scaled, epoch
+connection.listen_for_ranks = listen
+os.fsync, Path.replace, mnist.scaled_digits, Plan.epoch = fsync, replace, scaled, epoch
 checkpoints.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
 if __name__ == "__main__":  # a DataLoader worker imports this file, too
@@ -247,4 +247,4 @@ if __name__ == "__main__":  # a DataLoader worker imports this file, too
         runpy.run_path(PROGRAM, run_name="__main__")
     else:
         sys.argv[0] = "hvdtrain/mnist.py"
-        exit_codes.run(mnist.main)
+        exit_codes.run_command(mnist.main)

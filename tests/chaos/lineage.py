@@ -138,7 +138,9 @@ def differences(apart: Path, together: Path) -> list[str]:
         abs(one["test_accuracy"] - other["test_accuracy"]) > 1.5 / 382
     ):  # one sample on the border may fall to either side
         unlike.append(f"test_accuracy: {one['test_accuracy']}, {other['test_accuracy']}")
-    weights = [checkpoint.read(checkpoint.listed(path / "checkpoints")[0])[1] for path in (apart, together)]
+    weights = [
+        checkpoint.read_checkpoint(checkpoint.checkpoints_in(path / "checkpoints")[0])[1] for path in (apart, together)
+    ]
     unlike += [
         f"{name}: up to {(weights[0][name] - weights[1][name]).abs().max():.1e} apart"
         for name in weights[1]

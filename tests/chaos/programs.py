@@ -36,7 +36,7 @@ def programs(scratch: Path) -> dict[str, Program]:
     folder = image_set.write(scratch / "images" / "folder", train=120, test=24)
     shards = scratch / "images" / "shards"
     for split in ("train", "val"):
-        make_shards.make(folder / split, shards / split, per_shard=17, seed=1)
+        make_shards.make_shards(folder / split, shards / split, per_shard=17, seed=1)
     imagenet = "--model shufflenet_v2_x0_5 --image-size 32 --workers 1 --dataset shards"
     batch = {2: 8, 3: 5, 4: 4, 6: 3, 8: 2}
     return {

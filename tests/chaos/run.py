@@ -97,7 +97,7 @@ def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Progr
 
 def damage(chance: random.Random, directory: Path) -> str:
     """Spoil the newest checkpoint, as a bad disk would."""
-    found = checkpoint.listed(directory / "checkpoints")
+    found = checkpoint.checkpoints_in(directory / "checkpoints")
     if not found:
         return ""
     data = bytearray(found[0].read_bytes())

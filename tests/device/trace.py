@@ -69,7 +69,7 @@ def load(name: str) -> ModuleType:
 def traced(script: str, flags: Sequence[str]) -> Trace:
     """Run a script in this process, on the stand-in. `stand_in.install` must have been called."""
     from hvdtrain.checkpoint import contents
-    from hvdtrain.checkpoint.checkpoints import Checkpoints
+    from hvdtrain.checkpoint.saving import Checkpoints
     from hvdtrain.engines import portable, single
     from hvdtrain.engines.errors import Failure
     from hvdtrain.loop import run as loops

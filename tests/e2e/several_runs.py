@@ -29,7 +29,7 @@ def once(main, rank: int, path: Path) -> bool:
             os.dup2(file.fileno(), handle)
     code = None
     try:
-        exit_codes.run(main)
+        exit_codes.run_command(main)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:

@@ -13,12 +13,12 @@ import tempfile
 
 import pytest
 
-from hvdtrain.engines.start import start
+from hvdtrain.engines.choice import start_engine
 
 
 @pytest.fixture(scope="session")
 def engine():
-    with start(os.environ.get("HVDTRAIN_TEST_ENGINE", "horovod"), device="cpu") as engine:
+    with start_engine(os.environ.get("HVDTRAIN_TEST_ENGINE", "horovod"), device="cpu") as engine:
         yield engine
 
 

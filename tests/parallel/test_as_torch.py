@@ -234,14 +234,14 @@ def test_buffers_of_a_run_on_other_ranks_are_means_only_if_they_are_statistics(e
         )  # fmt: skip
         kept = engine.all_gather(t.net.first, "kept")[0]
         if epochs == 1 and engine.rank == 0:
-            path = checkpoint.listed(Path(shared_directory) / "checkpoints")[0]
-            facts, tensors = checkpoint.read(path)
+            path = checkpoint.checkpoints_in(Path(shared_directory) / "checkpoints")[0]
+            facts, tensors = checkpoint.read_checkpoint(path)
             states = own_states(tensors) + own_states(tensors)
             for rank, of in enumerate(states):
                 of["buffers"]["norms.0.running_mean"].fill_(rank)
             facts["world_size"] = len(states)
             tensors |= own_tensors(states)
-            checkpoint.write(path, facts, tensors)
+            checkpoint.write_checkpoint(path, facts, tensors)
         engine.barrier()
 
 

@@ -1,7 +1,7 @@
 """Of the ranks of a host, one downloads, and all have the same."""
 
 from hvdtrain import mnist
-from hvdtrain.datasets import mnist as mnist_files
+from hvdtrain.datasets import mnist_data as mnist_files
 from hvdtrain.loop.start import started
 from hvdtrain.models import compile_cache
 from tests.single.data import fake_mnist
@@ -17,7 +17,7 @@ def test_one_rank_of_a_host_downloads(engine, shared_directory, monkeypatch):
         monkeypatch.setitem(mnist_files.PUBLISHED, "mnist", fake_mnist.published("mnist", (url,)))
         flags = mnist.parse(["--engine", engine.name, "--dataset", "auto", "--batch-size", "2", "--no-progress"])
         with started(engine, flags, mnist.METRICS) as run:
-            data = mnist.load(flags, run)
+            data = mnist.load_images(flags, run)
         engine.barrier()
     assert data.name == "mnist"
     assert bytes(data.train_labels.tolist()) == fake_mnist.MNIST["train-labels-idx1-ubyte"][8:]

@@ -122,7 +122,7 @@ def test_linear_scaling_and_its_warm_up_begin_at_the_rate_of_one_rank(engine, mo
     update = step_module.Step.update
     monkeypatch.setattr(step_module.Step, "update", lambda step: (rates.append(step.lr), update(step))[1])
     with started(engine, flags, mnist.METRICS) as run:
-        mnist.train(flags, run, mnist.load(flags, run))
+        mnist.train_mnist(flags, run, mnist.load_images(flags, run))
     rise = [(1 + (engine.size - 1) * step / 4) for step in range(4)]
     assert rates == pytest.approx([1e-3 * factor for factor in [*rise, *[engine.size] * 4]])
 

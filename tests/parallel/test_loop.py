@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hvdtrain import training
-from hvdtrain.checkpoint.checkpoints import Checkpoints
+from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.compression import carries_bf16
 from hvdtrain.engines.errors import Failure, UserError
@@ -238,7 +238,7 @@ def test_when_a_checkpoint_is_saved_changes_no_bit(engine, connected, monkeypatc
         raise OSError("no listener")
 
     if not connected:
-        monkeypatch.setattr("hvdtrain.guards.connection.listen", refuse)
+        monkeypatch.setattr("hvdtrain.guards.connection.listen_for_ranks", refuse)
     chance = random.Random(7)
     ends, steps, save = [], [], Checkpoints.save
 

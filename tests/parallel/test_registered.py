@@ -108,7 +108,7 @@ def test_many_ranks_have_one_state_of_statistics_and_generators(engine, shared_d
     means = torch.tensor(engine.all_gather_object(ended, "ended"), dtype=torch.float64)
     assert not torch.equal(means[0], means[1])
     if engine.rank == 0:
-        _, tensors = checkpoint.read(next(Path(shared_directory).rglob("step-*.safetensors")))
+        _, tensors = checkpoint.read_checkpoint(next(Path(shared_directory).rglob("step-*.safetensors")))
         assert [set(one) for one in contents.decoded(tensors["own"])][:2] == [
             {"common buffers", "common generators"},
             set(),

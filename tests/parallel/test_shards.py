@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.datasets import shards
-from hvdtrain.datasets.shards import obtain, scan
+from hvdtrain.datasets import tar_shards
+from hvdtrain.datasets.tar_shards import obtain, scan
 from hvdtrain.engines.errors import UserError
 
 SIZES = (3, 0, 7, 1, 5)  # samples
@@ -35,18 +35,18 @@ def directory(engine, tmp_path_factory):
 
 def test_every_rank_has_the_index_and_one_made_each_part(engine, directory, monkeypatch):
     made = []
-    monkeypatch.setattr(shards, "obtain", lambda path: made.append(path.name) or obtain(path))
+    monkeypatch.setattr(tar_shards, "obtain", lambda path: made.append(path.name) or obtain(path))
 
     names = [str(directory / f"{number}.tar") for number in range(len(SIZES))]
     engine.notes.clear()
-    indexes = shards.indexed(engine, names)
+    indexes = tar_shards.indexed(engine, names)
     assert [len(index.table) for index in indexes] == list(SIZES)
     assert [index.digest() for index in indexes] == [scan(Path(name)).digest() for name in names]
     assert made == [Path(name).name for name in names[engine.rank :: engine.size]]
     if engine.rank == 0:
         assert engine.notes == ["5 of 5 shards indexed now, for this and later runs"]
         assert len(list(directory.glob("*.tar.index"))) == len(SIZES)
-    again = shards.indexed(engine, names)
+    again = tar_shards.indexed(engine, names)
     assert [index.digest() for index in again] == [index.digest() for index in indexes]
 
 
@@ -56,4 +56,4 @@ def test_what_one_rank_cannot_read_every_rank_reports(engine, directory):
         Path(names[-1]).unlink()
     engine.barrier()
     with pytest.raises(UserError, match=r"4\.tar cannot be read \(No such file or directory\): check it"):
-        shards.indexed(engine, names)
+        tar_shards.indexed(engine, names)

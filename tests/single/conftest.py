@@ -15,7 +15,7 @@ def this_process_works_on():
     cores = os.sched_getaffinity(0)
     yield
     if os.sched_getaffinity(0) != cores:  # a rank beside more ranks than cores stays on one (engines/cores.py)
-        for thread in processes.threads():
+        for thread in processes.own_threads():
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(thread, cores)
     if limits := sys.modules.get("hvdtrain.guards.limits"):

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hvdtrain import report as page
 from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint, contents
-from hvdtrain.checkpoint.checkpoints import Checkpoints
 from hvdtrain.checkpoint.own import IN_STEPS
 from hvdtrain.checkpoint.randomness import Generators
-from hvdtrain.datasets import decoding, shards
-from hvdtrain.datasets import mnist as mnist_files
+from hvdtrain.checkpoint.saving import Checkpoints
+from hvdtrain.datasets import decoding, tar_shards
+from hvdtrain.datasets import mnist_data as mnist_files
 from hvdtrain.datasets.images import UNREADABLE
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -82,7 +82,7 @@ def test_any_idx_file_is_refused_or_right(mnist, data):
     (packed if compressed else plain).write_bytes(content)
     try:
         with little_memory():
-            loaded = mnist_files.load("mnist", mnist, download=False)
+            loaded = mnist_files.load_dataset("mnist", mnist, download=False)
     except UserError as error:
         one_line(error)
     else:
@@ -97,7 +97,7 @@ def test_any_idx_file_is_refused_or_right(mnist, data):
 def test_a_gzip_file_of_a_hundred_thousand_empty_ones_takes_no_time():
     file = fake.published("mnist").files[0]
     with pytest.raises(ValueError, match="but 0 bytes"):
-        mnist_files.unpacked(mnist_files.PUBLISHED["mnist"], file, gzip.compress(b"") * 100_000)
+        mnist_files.unpacked_file(mnist_files.PUBLISHED["mnist"], file, gzip.compress(b"") * 100_000)
 
 
 # Shards
@@ -138,7 +138,7 @@ def test_any_index_of_shards_is_refused_or_right(name, content, engine, tmp_path
     (directory / "train" / name).write_bytes(content)
     try:
         with little_memory():
-            source = shards.open_shards(engine, directory, (None, None), 8, classes=None)
+            source = tar_shards.open_shards(engine, directory, (None, None), 8, classes=None)
     except UserError as error:
         one_line(error)
         return
@@ -157,12 +157,12 @@ def test_of_any_shard_each_sample_is_read_or_reported(content, engine, tmp_path)
     path.write_bytes(content)
     with little_memory():
         try:
-            (index,) = shards.indexed(engine, [str(path)])
+            (index,) = tar_shards.indexed(engine, [str(path)])
         except UserError as error:  # compressed
             one_line(error)
             return
         assert len(index.table) <= len(content) / 512
-        dataset = shards.Shards([str(path)], [index], decoding.Prepare(1, train=False), 3)
+        dataset = tar_shards.Shards([str(path)], [index], decoding.Prepare(1, train=False), 3)
         labels = [dataset[number][1] for number in range(len(dataset))]
     assert all(label in (0, 1, 2, UNREADABLE) for label in labels)
     if sum(label >= 0 for label in labels) < 5:
@@ -210,7 +210,7 @@ def go_on(directory: Path, engine: SerialEngine, resume: Path | None = None) -> 
 
 def test_a_sound_checkpoint_goes_on(saved, engine, tmp_path):
     facts, tensors = saved
-    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
+    checkpoint.write_checkpoint(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
     assert go_on(tmp_path, engine) == TrainState(**facts["state"])
 
 
@@ -237,7 +237,7 @@ def two_checkpoints(tmp_path_factory) -> dict[str, bytes]:
     for step in (4, 8):
         facts = sound_facts(state=asdict(TrainState(step=step, samples=64 * step)))
         tensors = {"model.weight": torch.full((8, 3), float(step)), "model.bias": torch.arange(3)}
-        checkpoint.write(directory / checkpoint.name_of(step), facts, tensors)
+        checkpoint.write_checkpoint(directory / checkpoint.name_of(step), facts, tensors)
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
@@ -253,7 +253,7 @@ def test_any_damage_to_the_newest_checkpoint_leaves_the_one_before(data, two_che
     newest.write_bytes(damaged)
     said: list[str] = []
     facts, tensors = checkpoint.newest(directory, said.append)[:2]
-    assert facts == checkpoint.read(before)[0]
+    assert facts == checkpoint.read_checkpoint(before)[0]
     assert torch.equal(tensors["model.weight"], torch.full((8, 3), 4.0))
     assert tensors["model.bias"].tolist() == [0, 1, 2]
     assert len(said) == 1
@@ -264,14 +264,14 @@ def test_any_damage_to_the_newest_checkpoint_leaves_the_one_before(data, two_che
 def test_braces_in_strings_are_not_taken_for_tensors(saved, engine, tmp_path):
     facts, tensors = saved
     facts = facts | {"typed": {"text": '"{' * MOST_TENSORS}}
-    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
+    checkpoint.write_checkpoint(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
     assert go_on(tmp_path, engine) == TrainState(**facts["state"])
 
 
 def test_weights_of_another_type_are_not_converted(saved, engine, tmp_path):
     facts, tensors = saved
     name = next(name for name in tensors if name.startswith("model."))
-    checkpoint.write(
+    checkpoint.write_checkpoint(
         tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors | {name: tensors[name].to(torch.int8)}
     )
     with pytest.raises(
@@ -284,7 +284,7 @@ def test_weights_of_another_type_are_not_converted(saved, engine, tmp_path):
 def test_what_a_checkpoint_says_does_not_control_the_terminal(saved, engine, output_dir, capfd, tmp_path):
     facts, tensors = saved
     facts = facts | {"config": {"lr": "\x1b]0;title\x07\x1b[2J" + "A" * 10**7}}
-    checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
+    checkpoint.write_checkpoint(tmp_path / "checkpoints" / checkpoint.name_of(1), facts, tensors)
     said = []
     if output_dir:
         with pytest.raises(UserError, match="holds a run with different flags") as caught:
@@ -317,7 +317,7 @@ def test_headers_that_lie_are_refused_without_taking_the_memory(tensors, metadat
     path = tmp_path / "lying"
     path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + body)
     with little_memory(), pytest.raises(checkpoint.Damaged) as caught:
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     assert len(str(caught.value).splitlines()) == 1
     assert checkpoint.read_facts(path) == {}
 
@@ -334,7 +334,7 @@ def test_a_million_empty_tensors_cost_neither_time_nor_memory(count, key, tmp_pa
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     del tensors, header
     with little_memory(), pytest.raises(checkpoint.Damaged, match="it names more than 100,000 tensors"):
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     assert checkpoint.read_facts(path) == {}
     with pytest.raises(UserError, match=r"not a file of weights .it names more than 100,000 tensors"):
         load_weights(torch.nn.Linear(1, 1), path)
@@ -367,20 +367,25 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path):
     if path.suffix == ".safetensors":
         assert checkpoint.read_facts(path) == {}
         with pytest.raises(UserError, match="--resume X: it is not a regular file"):
-            checkpoint.find(path, "--resume X", print)
+            checkpoint.find_checkpoint(path, "--resume X", print)
         with pytest.raises(UserError, match=r"damaged .step-00000001.safetensors: it is not a regular file"):
             go_on(tmp_path, engine)  # the one before would be taken, if there were one
 
 
 @pytest.mark.parametrize(
     "content",
-    [{"format": checkpoint.FORMAT - 1}, {}, [], {"format": checkpoint.FORMAT, "config": {}, "state": {"x": 1}}],
+    [
+        {"format": checkpoint.CHECKPOINT_FORMAT - 1},
+        {},
+        [],
+        {"format": checkpoint.CHECKPOINT_FORMAT, "config": {}, "state": {"x": 1}},
+    ],
 )
 def test_other_content_with_a_right_checksum_is_refused_and_not_passed_over(content, saved, engine, tmp_path):
     """An older checkpoint was taken instead, or training began anew."""
     facts, tensors = saved
     for step, each in ((1, facts), (2, content)):
-        checkpoint.write(tmp_path / "checkpoints" / checkpoint.name_of(step), each, tensors)
+        checkpoint.write_checkpoint(tmp_path / "checkpoints" / checkpoint.name_of(step), each, tensors)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
         UserError, match="another version of hvdtrain wrote this checkpoint: use that one, or train anew"

@@ -1,7 +1,8 @@
 """Budgets: how many lines each folder may have. They only fall, so that a concern is told once.
 
 The aim is 17,000 lines in hvdtrain, 4,200 in launch and 24,000 in tests. Whoever needs more takes out something else, or
-raises a number here and says why beside it. Whoever has taken out lines lowers it.
+raises a number here and says why beside it. Whoever has taken out lines lowers it. Names that say what of are longer than
+`read` and `load`: they raised some numbers by 10 or 20.
 """
 
 import subprocess
@@ -26,12 +27,12 @@ COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
     # With batches by the memory of the GPUs, the loader for loops of others, virtual ranks, plots of the report, lost steps.
     # And imagenet, which opens its data and counts what cannot be read, as any program does.
-    "hvdtrain/*": 3000,
+    "hvdtrain/*": 3020,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1370,
-    "hvdtrain/checkpoint": 3200,  # with one state of many ranks, numbers and tensors that a state lacks, modes of modules
+    "hvdtrain/checkpoint": 3220,  # with one state of many ranks, numbers and tensors that a state lacks, modes of modules
     "hvdtrain/checks": 440,
-    "hvdtrain/datasets": 1580,
+    "hvdtrain/datasets": 1600,
     # The reason of any error, too.
     "hvdtrain/engines": 4740,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
     "hvdtrain/features": 1150,  # with --virtual-ranks
@@ -39,17 +40,17 @@ BUDGETS = {
     # With what persistent workers do not see, samplers without an engine, virtual ranks, restart, the order of an epoch in
     # checkpoints, data sets that change when they are read.
     "hvdtrain/inputs": 2810,
-    "hvdtrain/integrations": 50,
+    "hvdtrain/integrations": 40,
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA, a lack of memory
-    "hvdtrain/loop": 3180,  # with the table of refusals, --virtual-ranks, the order in optimizers, a `break`, a target
+    "hvdtrain/loop": 3190,  # with the table of refusals, --virtual-ranks, the order in optimizers, a `break`, a target
     "hvdtrain/models": 640,  # with a loss that is compiled with the head
-    "hvdtrain/output": 1590,  # with --virtual-ranks, a record that is removed
+    "hvdtrain/output": 1610,  # with --virtual-ranks, a record that is removed
     "hvdtrain/training": 20,
-    "launch": 4830,  # with --virtual-ranks
+    "launch": 4810,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
     "tests/audited": 380,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
     "tests/bench": 1740,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
-    "tests/chaos": 1770,
+    "tests/chaos": 1780,
     "tests/device": 660,
     "tests/e2e": 6830,  # with an export and a loss of one rank alone, an older stop under Slurm, trainers of others
     "tests/foreign": 160,
@@ -60,7 +61,7 @@ BUDGETS = {
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
-    "tests/single": 23540,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 23560,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1850,
 }
 

@@ -13,7 +13,7 @@ import time
 import warnings
 from pathlib import Path
 
-from hvdtrain.engines.start import start
+from hvdtrain.engines.choice import start_engine
 from tests.twins.catalogue import catalogue
 from tests.twins.twin import outcome
 
@@ -48,7 +48,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     (directory / f"pid-{os.getpid()}").touch()
     twins = list(catalogue())  # before the engine is started: SyncBatchNorm then runs on GPUs only
-    with start(engine_name, device="cpu") as engine, (directory / f"rank-{engine.rank}").open("a") as file:
+    with start_engine(engine_name, device="cpu") as engine, (directory / f"rank-{engine.rank}").open("a") as file:
         stack = (directory / f"stack-{engine.rank}").open("w")
         for twin in twins:
             if twin.name not in wanted:

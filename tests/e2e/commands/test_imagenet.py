@@ -36,7 +36,7 @@ def data(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("data")
     image_set.write(root / "folder")
     for split in ("train", "val"):
-        make_shards.make(root / "folder" / split, root / "shards" / split, per_shard=60, seed=1)
+        make_shards.make_shards(root / "folder" / split, root / "shards" / split, per_shard=60, seed=1)
     return {kind: root / kind for kind in ("folder", "shards")}
 
 

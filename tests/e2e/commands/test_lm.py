@@ -29,7 +29,7 @@ def learning_rate(step, steps, flags):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(step, steps, flags)
 lm.learning_rate = learning_rate
-exit_codes.run(lm.main)
+exit_codes.run_command(lm.main)
 """
 
 

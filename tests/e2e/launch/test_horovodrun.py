@@ -19,10 +19,10 @@ def ended_by(done) -> list[str]:
 # As a command refuses its input, but without torch.
 REFUSES = """
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 def main():
     raise UserError("1 samples but 2 ranks: take more", everywhere=True)
-run(main)
+run_command(main)
 """
 # Under --gloo: tests/single/launch/test_horovodrun_patches.py has the launcher's exit codes and lines, without torch.
 EACH = ["horovodrun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpirun", "gloo"))]

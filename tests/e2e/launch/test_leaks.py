@@ -87,7 +87,7 @@ def test_no_rank_unpickles_what_came_over_a_socket(case):
     body = "import os, sys; sys.addaudithook(lambda event, of: event == 'pickle.find_class' and os.write(2, b'UNPICKLED')); "
     hears = f"{body}import pickle; pickle.loads(pickle.dumps(print))"
     assert "UNPICKLED" in launch(f'{PYTHON} -c "{hears}"').stderr  # else the rest shows nothing
-    body += "from hvdtrain import mnist; from hvdtrain.launching import exit_codes; exit_codes.run(mnist.main)"
+    body += "from hvdtrain import mnist; from hvdtrain.launching import exit_codes; exit_codes.run_command(mnist.main)"
     start = LAUNCHERS["mpirun" if case == "ddp" else case].format(ranks=2)
     engine = "--engine ddp" if case == "ddp" else ""
     done = launch(f'{start} {PYTHON} -c "{body}" --dataset digits --epochs 1 --no-progress {engine}')

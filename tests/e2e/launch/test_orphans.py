@@ -72,12 +72,12 @@ def test_a_run_in_the_background_outlives_its_shell(tmp_path):
 
 def slow_first_step(tmp_path: Path, seconds: float, flags: str) -> str:
     """Return a command whose rank 1 takes so long in its first backward pass."""
-    body = "import hvdtrain.mnist as m, time, torch; from hvdtrain.launching.exit_codes import run; "
+    body = "import hvdtrain.mnist as m, time, torch; from hvdtrain.launching.exit_codes import run_command; "
     body += (
         "from hvdtrain.engines.launchers import announced; real = torch.Tensor.backward; first = [announced().rank]; "
     )
     body += f"pause = lambda: first and first.pop() and time.sleep({seconds}); "
-    body += "torch.Tensor.backward = lambda *a, **k: (pause(), real(*a, **k))[1]; run(m.main)"
+    body += "torch.Tensor.backward = lambda *a, **k: (pause(), real(*a, **k))[1]; run_command(m.main)"
     start = f'{LAUNCHERS["mpirun"].format(ranks=2)} {PYTHON} -c "{body}"'
     return f"{start} --dataset digits --no-progress --output-dir {tmp_path} {flags}"
 

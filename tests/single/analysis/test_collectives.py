@@ -27,7 +27,7 @@ class PretendWorld(SerialEngine):
 
 
 def test_bandwidths_are_those_of_nccl_tests():
-    row = measuring.measure(PretendWorld(), "float16", 1024, 0.01)
+    row = measuring.measure_messages(PretendWorld(), "float16", 1024, 0.01)
     assert (row["bytes"], row["count"]) == (2048, 1024)
     assert row["algorithm_bytes_per_second"] == pytest.approx(2048 / row["seconds"])
     assert row["bus_bytes_per_second"] == pytest.approx(row["algorithm_bytes_per_second"] * 2 * 3 / 4)
@@ -36,7 +36,7 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 def test_a_wrong_result_is_never_a_bandwidth():
     with pytest.raises(Failure, match="wrong sum of 1024 float32"):
-        measuring.measure(PretendWorld(wrong=True), "float32", 1024, 0.01)
+        measuring.measure_messages(PretendWorld(wrong=True), "float32", 1024, 0.01)
 
 
 def run(flags: str, monkeypatch) -> int:
@@ -64,4 +64,4 @@ def test_seconds_per_size_are_what_a_size_takes(engine, monkeypatch):
     """The clock is the number of all-reduces: a millisecond each."""
     monkeypatch.setattr(measuring, "block_seconds", lambda engine, tensor, name, times: 1e-3)
     for seconds, expected in ((0.05, 10), (0.5, 100)):
-        assert measuring.measure(engine, "float32", 4, seconds)["repeats"] == expected * 5
+        assert measuring.measure_messages(engine, "float32", 4, seconds)["repeats"] == expected * 5

@@ -10,7 +10,14 @@ import pytest
 
 from hvdtrain import benchmark
 from hvdtrain.analysis import scaling
-from hvdtrain.analysis.scaling import APART, Configuration, configurations, summarize, table, write
+from hvdtrain.analysis.scaling import (
+    APART,
+    Configuration,
+    configurations,
+    scaling_table,
+    summarize_rounds,
+    write_scaling,
+)
 from hvdtrain.benchmark import parse
 from hvdtrain.engines.errors import UserError
 
@@ -34,7 +41,7 @@ def of(median: float, least: float, most: float) -> object:
 
 
 def test_ratios_are_taken_within_a_round():
-    apart, ddp = summarize(ROUNDS, [APART_2, DDP])
+    apart, ddp = summarize_rounds(ROUNDS, [APART_2, DDP])
     assert ddp["samples_per_second"] == of(105, 90, 120)
     assert ddp["efficiency"] == of(0.825, 0.75, 0.9)
     assert (ddp["rounds"], apart["rounds"]) == (2, 3)
@@ -43,9 +50,9 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_without_the_bound_there_is_no_efficiency():
-    (row,) = summarize([{DDP: result(120)}], [APART_2, DDP])
+    (row,) = summarize_rounds([{DDP: result(120)}], [APART_2, DDP])
     assert row["efficiency"] is None
-    assert "| ddp | 2 | 120 (120 to 120) | - | 20% |\n" in table([row]) + "\n"
+    assert "| ddp | 2 | 120 (120 to 120) | - | 20% |\n" in scaling_table([row]) + "\n"
 
 
 def test_the_bound_comes_with_every_number_of_ranks():
@@ -57,7 +64,7 @@ def test_the_bound_comes_with_every_number_of_ranks():
 
 def test_the_file_has_the_table_and_every_run(tmp_path):
     flags = parse(["--np", "2", "--output-dir", str(tmp_path)])
-    write(flags, summarize(ROUNDS, [APART_2, DDP]), ROUNDS, {DDP: "exit code 1"})
+    write_scaling(flags, summarize_rounds(ROUNDS, [APART_2, DDP]), ROUNDS, {DDP: "exit code 1"})
     whole = json.loads((tmp_path / "scaling.json").read_text())
     assert [(row["name"], row["ranks"]) for row in whole["rows"]] == [(APART, 2), ("ddp", 2)]
     assert whole["rows"][1]["efficiency"] == of(0.825, 0.75, 0.9)
@@ -140,7 +147,7 @@ def test_it_runs_what_was_asked_for_within_its_time(jobs, tmp_path):
 def test_rounds_and_seed_decide_how_often_and_in_which_order(monkeypatch, tmp_path):
     def order(seed: int, rounds: int) -> list[Configuration]:
         found: list[Configuration] = []
-        monkeypatch.setattr(scaling, "measure", lambda which, *_: found.append(which) or result(1))
+        monkeypatch.setattr(scaling, "measure_configuration", lambda which, *_: found.append(which) or result(1))
         words = f"--engines horovod,ddp --np 1,2,3 --rounds {rounds} --seed {seed} --output-dir {tmp_path}"
         flags = parse(words.split())
         scaling.measure_all(flags, configurations(flags.engines, flags.np), [], {})
@@ -162,7 +169,7 @@ def test_a_run_that_fails_says_why(program, limit, why, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "command_of", lambda *_: [sys.executable, "-c", program])
     flags = parse(["--np", "1", "--timeout", limit, "--output-dir", str(tmp_path)])
     with pytest.raises(UserError, match=f"^{why}"):
-        scaling.measure(DDP, flags, tmp_path / "run")
+        scaling.measure_configuration(DDP, flags, tmp_path / "run")
 
 
 def test_what_was_measured_before_the_disk_was_full_is_shown(tmp_path, monkeypatch, capsys):
@@ -179,7 +186,7 @@ def test_what_was_measured_before_the_disk_was_full_is_shown(tmp_path, monkeypat
 
     done: list[list[str]] = []
     monkeypatch.setattr(scaling, "run_job", job)
-    monkeypatch.setattr("hvdtrain.engines.atomic.write", write)
+    monkeypatch.setattr("hvdtrain.engines.atomic.write_atomically", write)
     monkeypatch.setattr(scaling.signal, "signal", lambda *_: None)
     words = ["benchmark.py", "--np", "1,2", "--engines", "ddp", "--rounds", "2", "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", words)

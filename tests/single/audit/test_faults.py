@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvdtrain.audit.runs import Program
+from hvdtrain.audit.attempts import Program
 from hvdtrain.audit.verdicts import Case, compare_wholes, judge
 from tests.audited import forked
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.audit.runs import Run, Trace
+from hvdtrain.audit.attempts import Run, Trace
 from hvdtrain.audit.verdicts import Case, compare_wholes, judge
 
 STEPS = 12

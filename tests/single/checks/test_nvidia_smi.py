@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.checks import gpus
+from hvdtrain.checks import nvidia_smi
 from tests.single.checks.nvidia_smi import GPU, put
 
 
@@ -14,21 +14,21 @@ def said(tmp_path, monkeypatch):
 
 def test_gpus(said):
     said([GPU, GPU.replace("Disabled", "Enabled")])
-    first, second = gpus.answer("gpu=name")
+    first, second = nvidia_smi.answer("gpu=name")
     assert first == ["NVIDIA H100 80GB HBM3", "81559", "580.65.06", "Disabled", "Default"]
-    assert dict(zip(gpus.ABOUT, second, strict=True))["mig.mode.current"] == "Enabled"
+    assert dict(zip(nvidia_smi.ABOUT, second, strict=True))["mig.mode.current"] == "Enabled"
     said([])
-    assert gpus.answer("gpu=name") == []
+    assert nvidia_smi.answer("gpu=name") == []
 
 
 def test_an_nvidia_smi_that_is_missing_fails_or_says_nothing(said, tmp_path, monkeypatch):
     said(["NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"], code=9)
     with pytest.raises(OSError, match="ended with 9: NVIDIA-SMI has failed"):
-        gpus.answer("gpu=name")
+        nvidia_smi.answer("gpu=name")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(gpus, "LIMIT", 0.2)
+    monkeypatch.setattr(nvidia_smi, "NVIDIA_SMI_SECONDS", 0.2)
     with pytest.raises(OSError, match="no answer"):
-        gpus.answer("gpu=name")
+        nvidia_smi.answer("gpu=name")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(OSError, match="no nvidia-smi on PATH"):
-        gpus.answer("gpu=name")
+        nvidia_smi.answer("gpu=name")

@@ -49,7 +49,7 @@ def ends(main) -> int:
         patch.setattr(exit_codes.time, "sleep", lambda seconds: None)  # other ranks than 0 linger
         patch.setattr(sys, "stderr", shown)
         with pytest.raises(SystemExit) as ended:
-            exit_codes.run(main)
+            exit_codes.run_command(main)
     shown.flush()
     said = shown.buffer.getvalue().decode()
     if ended.value.code != 0:
@@ -93,7 +93,7 @@ def test_whole_numbers_are_what_they_say(name, least, most, text):
 
 
 def test_choices_with_commas_are_kept_once_and_in_their_order():
-    parse = cli.some_of(["svg", "pdf", "png"])
+    parse = cli.names_from(["svg", "pdf", "png"])
     assert parse("pdf,svg,pdf") == ["pdf", "svg"]
     with pytest.raises(cli.argparse.ArgumentTypeError, match="'gif' is not one of svg, pdf, png"):
         parse("svg,gif")
@@ -119,13 +119,13 @@ def test_two_dashes_are_no_value(flag):
 def test_extremes_train_or_give_one_line(flags, tmp_path, monkeypatch):
     base = "mnist --dataset digits --engine serial --no-progress --train-samples 8 --epochs 1 --threads 1 --output-dir"
     monkeypatch.setattr(sys, "argv", [*base.split(), str(tmp_path / "out"), *flags.split()])
-    load = mnist.load
+    load = mnist.load_images
 
     def little(*arguments):
         dataset = load(*arguments)
         return dataclasses.replace(dataset, test_images=dataset.test_images[:8], test_labels=dataset.test_labels[:8])
 
-    monkeypatch.setattr(mnist, "load", little)
+    monkeypatch.setattr(mnist, "load_images", little)
     assert ends(mnist.main) in (0, 2)
 
 

@@ -127,7 +127,7 @@ def test_samples_per_second_are_all_samples_over_the_slowest_ranks_time(engine, 
     monkeypatch.setattr(engine, "all_gather_object", lambda facts, name: [facts, {**facts, "rank": 1}])
     flags = parse(["--engine", "serial", "--batch-size", "10", "--repeats", "2", "--model", "convnet"])
     trainer = SimpleNamespace(flags=flags, engine=engine, repeat=lambda steps: next(repeats))
-    found = benchmark.measure(trainer)  # type: ignore[arg-type]
+    found = benchmark.measure_training(trainer)  # type: ignore[arg-type]
     assert (found["steps"], found["warmup_seconds"]) == (1, 9)
     assert found["samples_per_second_repeats"] == [20 / 2, 20 / 4]
     assert found["samples_per_second"] == dict(mean=7.5, least=5, most=10, n=2)
@@ -137,7 +137,7 @@ def test_samples_per_second_are_all_samples_over_the_slowest_ranks_time(engine, 
     )
     assert found["seconds_per_sample"] == pytest.approx(dict(loading=0.02, compute=0.12, communication=0.06))
     assert found["peak"]["resident_bytes"] == 4 * 2**30
-    shown = "\n".join(benchmark.block(benchmark.summarize(flags, engine, found)))
+    shown = "\n".join(benchmark.block(benchmark.summarize_training(flags, engine, found)))
     assert "7.5 samples/s (5.0 to 10.0, n = 2 of 1 steps)" in shown
     assert "us per sample    loading 20,000.0 (10%)  compute 120,000.0 (60%)  communication 60,000.0 (30%)" in shown
 
@@ -175,6 +175,6 @@ def test_without_communication_a_serial_engine_reduces(tmp_path, monkeypatch):
     class Other(SerialEngine):
         name = "other"
 
-    monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Other)
+    monkeypatch.setattr("hvdtrain.engines.choice.engine_class", lambda name: Other)
     assert measured("", tmp_path).engines == ["other"]
     assert measured("--no-communication", tmp_path).engines == ["serial"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdtrain import doctor
-from hvdtrain.checks import gpus, host
+from hvdtrain.checks import host, nvidia_smi
 from hvdtrain.checks.findings import Findings, Here, show
 from tests.single.checks.nvidia_smi import GPU, put
 
@@ -41,7 +41,7 @@ def h100(mig: str = "Disabled", mode: str = "Default") -> list[str]:
 )  # fmt: skip
 def test_gpus_as_nvidia_smi_lists_them(there, seen, visible, expected):
     found = Findings()
-    gpus.judge(found, there, seen, visible)
+    nvidia_smi.judge_gpus(found, there, seen, visible)
     shown = faults(found)
     assert len(shown) == len(expected), shown
     assert all(fault.startswith(begins) for fault, begins in zip(shown, expected, strict=True)), shown
@@ -49,7 +49,7 @@ def test_gpus_as_nvidia_smi_lists_them(there, seen, visible, expected):
 
 def test_equal_gpus_are_one_line():
     found = Findings()
-    gpus.judge(found, [H100, H100], 2, None)
+    nvidia_smi.judge_gpus(found, [H100, H100], 2, None)
     assert [f["what"] for f in found.all] == [
         "2 x H100, 81559 MiB, driver 580.65.06, MIG Disabled, compute mode Default"
     ]
@@ -107,11 +107,11 @@ def test_errors_that_nvidia_smi_counts(tmp_path, monkeypatch):
         (tmp_path / "nvidia-smi").write_text(script)
         (tmp_path / "nvidia-smi").chmod(0o755)
         found = Findings()
-        gpus.check_gpu_errors(found, Here(SimpleNamespace()))
+        nvidia_smi.check_gpu_errors(found, Here(SimpleNamespace()))
         assert [finding["what"] for finding in found.all] == said
     (tmp_path / "nvidia-smi").unlink()
     found = Findings()
-    gpus.check_gpu_errors(found, Here(SimpleNamespace()))
+    nvidia_smi.check_gpu_errors(found, Here(SimpleNamespace()))
     assert found.all == []
 
 

@@ -182,9 +182,9 @@ PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
 @pytest.mark.parametrize("flag", ["evaluate", "resume"])
 def test_a_checkpoint_whose_flags_are_a_list_is_refused_in_one_line(flag, name, tmp_path):
     own_program(tmp_path / "run")
-    path = checkpoint.listed(tmp_path / "run" / "checkpoints")[0]
-    facts, tensors = checkpoint.read(path)
-    checkpoint.write(path, facts | {name: [1, 2]}, tensors)
+    path = checkpoint.checkpoints_in(tmp_path / "run" / "checkpoints")[0]
+    facts, tensors = checkpoint.read_checkpoint(path)
+    checkpoint.write_checkpoint(path, facts | {name: [1, 2]}, tensors)
     with pytest.raises(UserError, match="another version of hvdtrain wrote this checkpoint"):
         own_program(None, f"--{flag}", str(path))
 

@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain import export, imagenet, lm, mnist
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.models import exporting
+from hvdtrain.models import formats
 from tests import image_set
 from tests.single.trained import trained
 from tests.single.training import small
@@ -83,7 +83,7 @@ def test_the_model_of_each_script_is_made_from_its_record(name, tmp_path, monkey
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 30)
     script, flags = SCRIPTS[name]
     seen = trained(script, flags.format(text=tmp_path / "text"), tmp_path / "run")
-    facts, tensors = checkpoint.find(tmp_path / "run", "run", print)
+    facts, tensors = checkpoint.find_checkpoint(tmp_path / "run", "run", print)
     weights = export.weights_of(tensors)
     model, example = export.model_of(facts, weights)
     contents.load_model(model, weights)
@@ -114,10 +114,10 @@ def test_without_room_the_earlier_file_stays_and_one_line_says_so(ending, tmp_pa
     path, net = tmp_path / f"model.{ending}", nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 1))
     path.write_text("of an earlier export")
     with no_room(), pytest.raises(Failure, match=f"{path} cannot be written .File too large.: free some space there; "):
-        if path.suffix in exporting.WEIGHTS:
-            exporting.write_weights(net.state_dict(), path)
+        if path.suffix in formats.WEIGHTS:
+            formats.write_weights(net.state_dict(), path)
         else:
-            exporting.write_program(net, [EXAMPLE], path)
+            formats.write_program(net, [EXAMPLE], path)
     assert path.read_text() == "of an earlier export"
     assert list(tmp_path.iterdir()) == [path]
 

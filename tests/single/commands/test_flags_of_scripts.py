@@ -18,7 +18,7 @@ from hvdtrain import imagenet, lm, mnist
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
 from hvdtrain.datasets import decoding, make_shards
-from hvdtrain.datasets import mnist as mnist_files
+from hvdtrain.datasets import mnist_data as mnist_files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
 from hvdtrain.inputs.sharding import epoch_order
@@ -69,7 +69,7 @@ def run(tmp_path_factory) -> Callable[[str], Trained]:
         if script is imagenet and not (root / "images").exists():
             folder = image_set.write(root / "images", TRAIN, TEST)
             for split in ("train", "val"):
-                make_shards.make(folder / split, root / "shards" / split, per_shard=6, seed=1)
+                make_shards.make_shards(folder / split, root / "shards" / split, per_shard=6, seed=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
             put = writers.Writer.put  # otherwise a newer one may take the place of one that waits
@@ -131,7 +131,7 @@ EFFECTS: dict[str, list[tuple[str, str, Callable[[Trained], Any], Any]]] = {
         ("--checkpoint-steps",  # and at the end of each epoch
          "many", lambda seen: [line["step"] for line in seen.events("checkpoint")], [2, 3, 4, 6, 6]),
         ("--keep",  # the newest, and the best where that is another
-         "many", lambda seen: len(checkpoint.listed(seen.out / "checkpoints")) <= 2, True),
+         "many", lambda seen: len(checkpoint.checkpoints_in(seen.out / "checkpoints")) <= 2, True),
         ("--output-dir", "many", lambda seen: (seen.out / "checkpoints").is_dir(), True),
     ],
     "mnist": [
@@ -208,7 +208,8 @@ def test_the_seed_is_that_of_the_weights_and_of_the_order(run):
     assert all(torch.equal(run("many").before[name], value) for name, value in weights.items())
     order = epoch_order(48, 7, 0)
     assert torch.equal(
-        torch.cat(run("many").inputs[:6]), mnist.scaled(mnist_files.load("digits", None).train_images[order])
+        torch.cat(run("many").inputs[:6]),
+        mnist.scaled_digits(mnist_files.load_dataset("digits", None).train_images[order]),
     )
 
 
@@ -236,7 +237,7 @@ def test_a_device_that_is_chosen(choice, expected, engine, monkeypatch):
     """On a machine with a GPU, as far as torch says."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("hvdtrain.engines.gpu.take", lambda index: torch.device("cuda", index))
+    monkeypatch.setattr("hvdtrain.engines.gpu.take_gpu", lambda index: torch.device("cuda", index))
     assert engine.choose_device(choice).type == expected
 
 
@@ -277,7 +278,7 @@ def test_other_recipes_set_what_is_not_given():
 
 def test_label_smoothing_is_in_the_loss_that_is_trained_and_not_in_the_recorded_one(run):
     many, few = run("many"), run("few")
-    data = mnist_files.load("digits", None)
+    data = mnist_files.load_dataset("digits", None)
     order = epoch_order(48, 7, 0)[:8]
     logits = many.outputs[0].float()
     expected = F.cross_entropy(logits, data.train_labels[order], label_smoothing=0.5)

@@ -136,7 +136,7 @@ def test_refused_in_one_line(flags, complaint, book, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "empty").touch()
     (tmp_path / "latin").write_bytes(b"caf\xe9 au lait " * 20)
-    checkpoint.write(tmp_path / "other.safetensors", sound_facts(), {"model.x": torch.zeros(1)})
+    checkpoint.write_checkpoint(tmp_path / "other.safetensors", sound_facts(), {"model.x": torch.zeros(1)})
     with pytest.raises(UserError) as raised:
         train(monkeypatch, flags.format(book=book, tmp=tmp_path))
     assert complaint in str(raised.value)
@@ -151,7 +151,7 @@ def test_a_sample_is_of_one_process(tmp_path, monkeypatch):
 
 
 def test_what_would_move_the_cursor_is_not_printed():
-    assert lm.printable("a\x1b[2Jb\rc\td\ne") == "a?[2Jb?c\td\ne"
+    assert lm.printable_text("a\x1b[2Jb\rc\td\ne") == "a?[2Jb?c\td\ne"
 
 
 def test_the_manual_names_every_recipe():

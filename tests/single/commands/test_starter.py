@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.launching.local_rendezvous import Place, place
+from hvdtrain.launching.local_rendezvous import Place, place_of_rank
 from hvdtrain.launching.rendezvous import meeting_point
 from hvdtrain.starter import meeting_of, parse
 
@@ -22,7 +22,7 @@ from hvdtrain.starter import meeting_of, parse
     ],
 )
 def test_places(hosts, expected):
-    assert [place(rank, hosts) for rank in range(len(hosts))] == [Place(*values) for values in expected]
+    assert [place_of_rank(rank, hosts) for rank in range(len(hosts))] == [Place(*values) for values in expected]
 
 
 def test_places_agree_with_horovods_own_launcher():
@@ -30,7 +30,7 @@ def test_places_agree_with_horovods_own_launcher():
     slots = hosts.get_host_assignments(hosts.parse_hosts("a:1,b:3,c:2"), 6)
     names = [slot.hostname for slot in slots]
     for slot in slots:
-        assert place(slot.rank, names) == (slot.local_rank, slot.local_size, slot.cross_rank, slot.cross_size)
+        assert place_of_rank(slot.rank, names) == (slot.local_rank, slot.local_size, slot.cross_rank, slot.cross_size)
 
 
 @pytest.mark.parametrize(

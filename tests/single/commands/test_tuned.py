@@ -16,10 +16,10 @@ import pytest
 from hvdtrain.engines.cores import cpu_quota, share_of_host
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.engines.tuning import FAST
+from hvdtrain.engines.library_settings import FAST
 from hvdtrain.launching import processes, run_script
 from hvdtrain.launching.processes import Process
-from hvdtrain.tuned import refuse_torchrun, say, tune
+from hvdtrain.tuned import refuse_torchrun, say_in_one_write, tune
 
 ROOT = Path(__file__).resolve().parents[3]
 SET = ("OMP_NUM_THREADS", *FAST, "OMPI_MCA_ess_singleton_isolated")
@@ -266,5 +266,5 @@ def test_a_line_is_one_write(monkeypatch):
     written = []
     stream = SimpleNamespace(write=written.append, flush=lambda: None)
     monkeypatch.setattr("sys.stderr", stream)
-    say("2 ranks")
+    say_in_one_write("2 ranks")
     assert written == ["hvdtrain.tuned: 2 ranks\n"]

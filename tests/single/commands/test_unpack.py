@@ -20,7 +20,7 @@ def package(tmp_path, monkeypatch):
     script.chmod(0o755)
     (package / "_checkout" / "launch" / "slurm.sbatch").write_text("how=starter\n")
     (package / "mnist.py").write_text("pass\n")
-    monkeypatch.setattr(unpack, "PACKAGE", package)
+    monkeypatch.setattr(unpack, "INSTALLED", package)
     monkeypatch.setattr(unpack, "CHECKOUT", package / "_checkout")
     return package
 
@@ -30,7 +30,7 @@ def written(directory):
 
 
 def test_files_lie_as_in_a_clone_and_can_be_started(package, tmp_path):
-    unpack.unpack(tmp_path / "new" / "there")
+    unpack.unpack_files(tmp_path / "new" / "there")
     assert written(tmp_path / "new" / "there") == {"launch/mpirun.sh", "launch/slurm.sbatch", "hvdtrain/mnist.py"}
     assert os.access(tmp_path / "new" / "there" / "launch" / "mpirun.sh", os.X_OK)
 
@@ -39,16 +39,16 @@ def test_what_is_there_is_left_alone(package, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("mine")
     with pytest.raises(UserError, match="there exists and is not empty: name another DIR"):
-        unpack.unpack(tmp_path / "there")
+        unpack.unpack_files(tmp_path / "there")
     assert written(tmp_path / "there") == {"mine"}
     (tmp_path / "there" / "mine").unlink()
-    unpack.unpack(tmp_path / "there")
+    unpack.unpack_files(tmp_path / "there")
     assert "launch/mpirun.sh" in written(tmp_path / "there")
 
 
 def test_a_checkout_has_them_already():
     with pytest.raises(UserError, match="runs from a checkout, which has launch/ and containers/: /"):
-        unpack.unpack(unpack.PACKAGE)
+        unpack.unpack_files(unpack.INSTALLED)
 
 
 def test_where_it_cannot_write_it_is_one_line(package, tmp_path, monkeypatch):

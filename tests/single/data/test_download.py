@@ -1,4 +1,4 @@
-"""Downloads of hvdtrain.datasets.mnist: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
+"""Downloads of hvdtrain.datasets.mnist_data: bounded, verified before they have a name. (Once per host: tests/parallel.)"""
 
 import gzip
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.datasets import mnist
+from hvdtrain.datasets import mnist_data
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.files import cache_directory
@@ -36,7 +36,7 @@ def small(monkeypatch, tmp_path):
 @pytest.fixture
 def mirrors(monkeypatch):
     """Takes URLs: the small dataset is published there."""
-    return lambda *urls: monkeypatch.setitem(mnist.PUBLISHED, "mnist", fake.published("mnist", urls))
+    return lambda *urls: monkeypatch.setitem(mnist_data.PUBLISHED, "mnist", fake.published("mnist", urls))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def good(directory):
 
 def failed(directory):
     with pytest.raises(UserError) as caught:
-        mnist.load("mnist", directory)
+        mnist_data.load_dataset("mnist", directory)
     assert "\n" not in str(caught.value)
     assert "and the download failed (" in str(caught.value)
     return str(caught.value)
@@ -67,21 +67,21 @@ def test_into_the_named_directory_where_torchvision_has_it(tmp_path, mirrors):
     said: list[str] = []
     with fake.mirror() as (url, asked):
         mirrors(url)
-        assert mnist.load("auto", tmp_path / "d", say=said.append).name == "mnist"
+        assert mnist_data.load_dataset("auto", tmp_path / "d", say=said.append).name == "mnist"
         assert said == [f"no MNIST in {tmp_path}/d: downloading it to {tmp_path}/d/MNIST/raw, one process per host"]
         assert good(tmp_path / "d/MNIST/raw")
         assert names(tmp_path / "d") == PACKED
         (tmp_path / "d/MNIST/raw" / f"{IMAGES}.gz").unlink()
-        mnist.load("mnist", tmp_path / "d")  # only what is missing
+        mnist_data.load_dataset("mnist", tmp_path / "d")  # only what is missing
     assert asked == {f"/{name}.gz": 1 + (name == IMAGES) for name in fake.NAMES}
-    mnist.load("mnist", tmp_path / "d")  # nothing
+    mnist_data.load_dataset("mnist", tmp_path / "d")  # nothing
 
 
 def test_into_the_cache_when_no_directory_is_named(tmp_path, mirrors):
     with fake.mirror() as (url, asked):
         mirrors(url)
         for _ in range(2):
-            assert "datasets/mnist (content verified)" in mnist.load("auto").reason
+            assert "datasets/mnist (content verified)" in mnist_data.load_dataset("auto").reason
     assert good(cache_directory("mnist"))
     assert list((tmp_path / "d").iterdir()) == []
     assert asked.total() == 4
@@ -91,8 +91,8 @@ def test_without_a_cache(tmp_path, mirrors, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
     with fake.mirror() as (url, _):
         mirrors(url)
-        assert "no directory to download to" in mnist.load("auto").reason
-        mnist.load("mnist", tmp_path / "d")
+        assert "no directory to download to" in mnist_data.load_dataset("auto").reason
+        mnist_data.load_dataset("mnist", tmp_path / "d")
         assert good(tmp_path / "d/MNIST/raw")
 
 
@@ -103,14 +103,14 @@ def test_a_target_that_cannot_be_written(tmp_path, mirrors):
         with pytest.raises(
             UserError, match=r"no MNIST in .*, and .*/d/MNIST/raw cannot be written \(Not a directory\)"
         ):
-            mnist.load("mnist", tmp_path / "d")
+            mnist_data.load_dataset("mnist", tmp_path / "d")
     assert not asked
 
 
 def test_the_next_mirror_is_taken(tmp_path, mirrors):
     with fake.mirror(lambda request: request.send_error(404)) as (bad, asked_bad), fake.mirror() as (url, asked):
         mirrors(DEAD, bad, url)
-        mnist.load("mnist", tmp_path / "d")
+        mnist_data.load_dataset("mnist", tmp_path / "d")
         assert good(tmp_path / "d/MNIST/raw")
         assert asked_bad.total() == 1  # not again for every file
         assert asked.total() == 4
@@ -149,15 +149,15 @@ def test_bad_content_never_gets_its_name(tmp_path, mirrors, case):
 
 def test_the_mirrors_have_https():
     for name in ("mnist", "fashion-mnist"):
-        assert all(url.startswith("https://") and url.endswith("/") for url in mnist.PUBLISHED[name].mirrors)
-        assert len(mnist.PUBLISHED[name].mirrors) == 2
+        assert all(url.startswith("https://") and url.endswith("/") for url in mnist_data.PUBLISHED[name].mirrors)
+        assert len(mnist_data.PUBLISHED[name].mirrors) == 2
 
 
 # Bounded in time
 
 
 def test_a_silent_name_server_is_left(mirrors, monkeypatch, over):
-    monkeypatch.setattr(mnist, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(mnist_data, "DOWNLOAD_SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("socket.getaddrinfo", lambda *args, **named: over.wait(60))  # knows no time limit
     mirrors("http://mirror.invalid/")
     began = time.monotonic()
@@ -170,7 +170,7 @@ def test_a_silent_name_server_is_left(mirrors, monkeypatch, over):
     [("SILENCE_SECONDS", 60, "no answer in|timed out"), ("TOTAL_SECONDS", 0.02, "not done after")],
 )
 def test_a_stalled_or_dripping_transfer_is_left(limit, pause, expected, mirrors, monkeypatch, over):
-    monkeypatch.setattr(mnist, limit, 0.4)
+    monkeypatch.setattr(mnist_data, limit, 0.4)
 
     def answer(request):
         fake.send(request, b"", length=10000)
@@ -193,5 +193,5 @@ def test_a_later_start_tries_again_and_removes_what_a_killed_download_has_left(t
     os.utime(leftover, (4e9, 4e9))  # a clock may have jumped
     with fake.mirror() as (url, _):
         mirrors(url)
-        assert mnist.load("mnist", tmp_path / "d").name == "mnist"
+        assert mnist_data.load_dataset("mnist", tmp_path / "d").name == "mnist"
     assert not leftover.exists()

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from hvdtrain import imagenet
-from hvdtrain.datasets import decoding, images, make_shards, shards
+from hvdtrain.datasets import decoding, images, make_shards, tar_shards
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
 from hvdtrain.loop import optim
@@ -36,8 +36,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tars(folder, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("shards")
-    assert make_shards.make(folder / "train", target / "train", per_shard=12, seed=1) == 4
-    assert make_shards.make(folder / "val", target / "val", per_shard=11, seed=1) == 3
+    assert make_shards.make_shards(folder / "train", target / "train", per_shard=12, seed=1) == 4
+    assert make_shards.make_shards(folder / "val", target / "val", per_shard=11, seed=1) == 3
     return target
 
 
@@ -304,12 +304,12 @@ def test_an_unreadable_sample_has_no_part_in_loss_and_accuracy():
 def test_patterns(tars, monkeypatch):
     monkeypatch.chdir(tars)
     two = [str(tars / "train" / f"00000{number}.tar") for number in (1, 2)]
-    assert shards.find("train", "train/00000[12].tar", None) == two
-    assert shards.find("train", "train/000001.tar", None) == two[:1]
-    assert len(shards.find("val", None, tars)) == 3
+    assert tar_shards.find_shards("train", "train/00000[12].tar", None) == two
+    assert tar_shards.find_shards("train", "train/000001.tar", None) == two[:1]
+    assert len(tar_shards.find_shards("val", None, tars)) == 3
     for pattern in ("train/{000001..000002}.tar", "nothing*.tar", "http://host/a.tar"):
         with pytest.raises(UserError, match=r"--train-shards: no file .*: give a path or a glob"):
-            shards.find("train", pattern, None)
+            tar_shards.find_shards("train", pattern, None)
 
 
 def test_synthetic_batches_are_the_first_of_the_same_images(engine):

@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hvdtrain.engines import lines
+from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.engines.start import start
-from hvdtrain.inputs import fork_server, loaders, loading
+from hvdtrain.inputs import dataloaders, fork_server, loading
 from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import parser as parser_of_training
@@ -173,14 +173,14 @@ def test_workers_that_cannot_start_say_why(monkeypatch, error, said):
     monkeypatch.setattr(loading, "loader", lambda *arguments, **options: Fails())
     given = DataLoader(torch.arange(4), num_workers=1)
     with pytest.raises(UserError, match=re.escape(said)):
-        loaders.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
+        dataloaders.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
 
 
 def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    monkeypatch.setattr("hvdtrain.engines.start.refused_in_worker", False)
+    monkeypatch.setattr("hvdtrain.engines.choice.refused_in_worker", False)
     with pytest.raises(UserError, match='under `if __name__ == "__main__":`'):
-        start("serial")
+        start_engine("serial")
 
 
 class Mortal(torch.utils.data.Dataset):

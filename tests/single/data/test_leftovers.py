@@ -65,7 +65,7 @@ def test_what_a_killed_rank_and_its_workers_leave_the_next_start_removes(rank, t
     process.wait()
     assert left(tmp_path, process.pid)
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    leftovers.sweep()
+    leftovers.sweep_leftovers()
     assert left(tmp_path, process.pid) == []
     assert len(left(tmp_path, other.pid)) > 5  # it lives
     other.kill()  # its workers see that, and leave nothing
@@ -85,7 +85,7 @@ def test_only_what_has_ended_and_is_ones_own_is_removed(tmp_path, monkeypatch):
     if os.getuid() == 0:
         for path in ("shm/sem.", "tmp/"):
             os.chown(f"{tmp_path}/{path}{ended}-y", 12345, 12345)
-    leftovers.sweep()
+    leftovers.sweep_leftovers()
     kept = names[:4] + names[5:] * (os.getuid() == 0)
     assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == sorted(kept)
     assert sorted(path.name for path in (tmp_path / "shm").iterdir()) == sorted(f"sem.{name}" for name in kept)
@@ -97,7 +97,7 @@ def test_a_linked_directory_is_not_followed(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / f"hvdtrain-{leftovers.machine()}-4194305-1-x").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    leftovers.sweep()
+    leftovers.sweep_leftovers()
     assert (tmp_path / "elsewhere" / "kept").exists()
 
 

@@ -1,4 +1,4 @@
-"""hvdtrain.datasets.mnist: MNIST files found, verified, and named when wrong."""
+"""hvdtrain.datasets.mnist_data: MNIST files found, verified, and named when wrong."""
 
 import gzip
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.datasets import mnist
+from hvdtrain.datasets import mnist_data
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.files import cache_directory
 from tests.single.data import fake_mnist as fake
@@ -20,14 +20,14 @@ IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = fake.NAMES
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The small datasets, an empty cache and working directory, and no mirrors."""
-    for name in mnist.PUBLISHED:
-        monkeypatch.setitem(mnist.PUBLISHED, name, fake.published(name))
+    for name in mnist_data.PUBLISHED:
+        monkeypatch.setitem(mnist_data.PUBLISHED, name, fake.published(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 
 
-def check(data: mnist.Dataset, files: dict[str, bytes] = fake.MNIST) -> None:
+def check(data: mnist_data.Dataset, files: dict[str, bytes] = fake.MNIST) -> None:
     assert data.train_images.shape == (20, 1, 28, 28)
     assert data.test_images.shape == (10, 1, 28, 28)
     assert data.train_images.dtype == data.test_images.dtype == torch.uint8
@@ -49,7 +49,7 @@ def test_found_in_both_layouts(
     directory = fake.write(tmp_path / "d" / folder, compressed=compressed)
     with warnings.catch_warnings(action="error"):  # torch warns of read-only buffers
         for _ in range(2):
-            data = mnist.load("mnist", tmp_path / "d")
+            data = mnist_data.load_dataset("mnist", tmp_path / "d")
             check(data)
             assert data.name == "mnist"
             assert data.reason == f"MNIST from {directory} (content verified)"
@@ -60,22 +60,22 @@ def test_files_may_be_mixed_and_names_do_not_say_how_they_are_compressed(tmp_pat
     fake.write(tmp_path)
     content = (tmp_path / IMAGES).read_bytes()
     (tmp_path / IMAGES).rename(tmp_path / f"{IMAGES}.gz")
-    check(mnist.load("mnist", tmp_path))
+    check(mnist_data.load_dataset("mnist", tmp_path))
     (tmp_path / f"{IMAGES}.gz").write_bytes(gzip.compress(content[:1000]) + gzip.compress(content[1000:]))
-    check(mnist.load("mnist", tmp_path))
+    check(mnist_data.load_dataset("mnist", tmp_path))
     (tmp_path / f"{IMAGES}.gz").rename(tmp_path / IMAGES)
-    check(mnist.load("mnist", tmp_path))
+    check(mnist_data.load_dataset("mnist", tmp_path))
 
 
 def test_without_a_directory_data_and_the_cache_are_searched() -> None:
-    digits = mnist.load("auto", download=False)
+    digits = mnist_data.load_dataset("auto", download=False)
     assert digits.name == "digits"
     assert digits.reason.endswith("because MNIST is missing: no MNIST in ./data or the cache, and downloads are off")
-    assert mnist.load("digits").reason.endswith("as asked")
+    assert mnist_data.load_dataset("digits").reason.endswith("as asked")
     shared = fake.write(cache_directory("mnist"), compressed=True)
-    assert mnist.load("auto").reason == f"MNIST from {shared} (content verified)"
+    assert mnist_data.load_dataset("auto").reason == f"MNIST from {shared} (content verified)"
     fake.write(Path("data/MNIST/raw"))
-    data = mnist.load("auto")
+    data = mnist_data.load_dataset("auto")
     assert data.reason == "MNIST from data/MNIST/raw (content verified)"
     check(data)
 
@@ -85,7 +85,7 @@ def test_without_a_directory_data_and_the_cache_are_searched() -> None:
 
 def refused(name: str, directory: Path | str | None) -> str:
     with pytest.raises(UserError) as caught:
-        mnist.load(name, directory, download=False)
+        mnist_data.load_dataset(name, directory, download=False)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -108,7 +108,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     message = refused("mnist", tmp_path)
     assert f"{tmp_path} lacks {LABELS}, {TEST_LABELS} (plain or .gz" in message
     assert "--data-dir" in message
-    assert "lacks" in mnist.load("auto", tmp_path, download=False).reason
+    assert "lacks" in mnist_data.load_dataset("auto", tmp_path, download=False).reason
 
 
 WRONG = {
@@ -165,7 +165,7 @@ def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
     shared = cache_directory("mnist")
     shared.chmod(0o777)
     assert cache_directory("mnist") is None
-    check(mnist.load("mnist", tmp_path / "d"))
+    check(mnist_data.load_dataset("mnist", tmp_path / "d"))
     assert not list(shared.iterdir())
     shared.chmod(0o700)
     if os.geteuid() == 0:
@@ -184,7 +184,7 @@ def real_mnist() -> Path:
 def test_real_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real checksums
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")  # every file is verified here and now
-    data = mnist.load("mnist", real_mnist())
+    data = mnist_data.load_dataset("mnist", real_mnist())
     assert torch.bincount(data.train_labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert torch.bincount(data.test_labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert abs(data.train_images.float().mean().item() / 255 - 0.1307) < 1e-4

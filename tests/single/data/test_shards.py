@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from hvdtrain.datasets import decoding, make_shards, shards
+from hvdtrain.datasets import decoding, make_shards, tar_shards
 from hvdtrain.datasets.images import UNREADABLE
-from hvdtrain.datasets.shards import obtain, save, scan
+from hvdtrain.datasets.tar_shards import obtain, save, scan
 from hvdtrain.engines import atomic
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
@@ -33,8 +33,8 @@ TRAIN, TEST = 48, 31
 def tars(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
     folder = image_set.write(root / "folder", train=TRAIN, test=TEST)
-    make_shards.make(folder / "train", root / "train", per_shard=7, seed=1)
-    make_shards.make(folder / "val", root / "val", per_shard=11, seed=1)
+    make_shards.make_shards(folder / "train", root / "train", per_shard=7, seed=1)
+    make_shards.make_shards(folder / "val", root / "val", per_shard=11, seed=1)
     return root
 
 
@@ -51,13 +51,13 @@ def no_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
 
 
-def open_them(directory: Path) -> tuple[shards.Opened, SerialEngine]:
+def open_them(directory: Path) -> tuple[tar_shards.Opened, SerialEngine]:
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     engine.device = torch.device("cpu")
-    return shards.open_shards(engine, directory, (None, None), 32, classes=None), engine
+    return tar_shards.open_shards(engine, directory, (None, None), 32, classes=None), engine
 
 
-def unread(dataset: shards.Shards, capsys) -> dict[str, str]:
+def unread(dataset: tar_shards.Shards, capsys) -> dict[str, str]:
     """Read all samples, and return why some could not be, by name."""
     lost = [dataset[index][1] for index in range(len(dataset))].count(UNREADABLE)
     lines = [line.removeprefix("warning: skipped: ") for line in capsys.readouterr().err.splitlines()]
@@ -82,14 +82,14 @@ def test_each_kind_of_image_that_a_folder_may_have_is_read_from_its_shards(tmp_p
         (tmp_path / "folder" / split / "a").mkdir(parents=True)
         for ending in IMG_EXTENSIONS:
             Image.new("L", (8, 8), 99).save(tmp_path / "folder" / split / "a" / f"x{ending}")
-        make_shards.make(tmp_path / "folder" / split, tmp_path / split, per_shard=99, seed=1)
+        make_shards.make_shards(tmp_path / "folder" / split, tmp_path / split, per_shard=99, seed=1)
     count = len(IMG_EXTENSIONS)
     train = open_them(tmp_path)[0].train
     assert [train[index][1] for index in range(len(train))] == [0] * count
 
 
 def test_files_are_closed(tars, monkeypatch):
-    monkeypatch.setattr(shards, "OPEN_FILES", 2)
+    monkeypatch.setattr(tar_shards, "OPEN_FILES", 2)
     before = len(list(Path("/proc/self/fd").iterdir()))
     train = open_them(tars)[0].train
     for index in range(TRAIN):
@@ -103,7 +103,7 @@ def test_a_shard_is_read_once_and_again_only_if_it_changed(own, monkeypatch):
     first, engine = open_them(own)
     assert engine.notes == []  # make_shards wrote the indexes
     read = []
-    monkeypatch.setattr(shards, "scan", lambda path: read.append(path.name) or scan(path))
+    monkeypatch.setattr(tar_shards, "scan", lambda path: read.append(path.name) or scan(path))
     copy = Path(shutil.copytree(own, own.parent / "elsewhere"))
     os.utime(copy / "train" / "000002.tar", (1, 1))
     again, engine = open_them(copy)
@@ -117,18 +117,18 @@ def test_a_shard_is_read_once_and_again_only_if_it_changed(own, monkeypatch):
 def test_an_index_goes_to_the_cache_where_the_shards_cannot_be_written(own, monkeypatch, tmp_path):
     for path in own.rglob("*.index"):
         path.unlink()
-    real = atomic.write
+    real = atomic.write_atomically
 
     def write(path: Path, content: bytes) -> None:
         if own in path.parents:
             raise PermissionError(13, "Permission denied")
         real(path, content)
 
-    monkeypatch.setattr(atomic, "write", write)
+    monkeypatch.setattr(atomic, "write_atomically", write)
     expected, _ = open_them(own)  # neither there nor in a cache: in memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert open_them(own)[0].facts == expected.facts
-    monkeypatch.setattr(shards, "scan", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(tar_shards, "scan", lambda path: pytest.fail("read again"))
     found, engine = open_them(own)
     assert (found.facts, engine.notes) == (expected.facts, [])
     assert not list(own.rglob("*.index"))
@@ -313,7 +313,9 @@ def test_samples_without_image_or_class_are_named(engine, tmp_path, capsys, monk
     jpeg = b"\xff\xd8 as far as anybody looks here"
     files = {"a.jpg": jpeg, "a.cls": b"1", "b.cls": b"1", "c.jpg": jpeg, "d.jpg": jpeg, "d.cls": b"6"}
     path = tar_of(tmp_path / "odd.tar", files | {"e.jpg": jpeg, "e.cls": b"cat"})
-    dataset = shards.Shards([str(path)], shards.indexed(engine, [str(path)]), decoding.Prepare(8, train=True), 6)
+    dataset = tar_shards.Shards(
+        [str(path)], tar_shards.indexed(engine, [str(path)]), decoding.Prepare(8, train=True), 6
+    )
     assert {name: why[:10] for name, why in unread(dataset, capsys).items()} == {
         f"{path}: sample 1": "no image i", f"{path}: sample 2": "no class (", f"{path}: sample 3": "class 6 of",
         f"{path}: sample 4": "no class (",
@@ -394,5 +396,5 @@ def with_sizes(directory: Path, said: object) -> Path:
 
 
 def test_a_class_may_follow_a_byte_order_mark():
-    assert shards.class_in("\ufeff7\n".encode()) == 7
-    assert shards.class_in("\ufeffcat".encode()) == shards.NO_CLASS
+    assert tar_shards.class_in("\ufeff7\n".encode()) == 7
+    assert tar_shards.class_in("\ufeffcat".encode()) == tar_shards.NO_CLASS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import lm
 from hvdtrain.datasets import text
-from hvdtrain.datasets.vocabularies import Bytes, Characters, restore
+from hvdtrain.datasets.vocabularies import Bytes, Characters, restore_vocabulary
 from hvdtrain.engines.errors import UserError
 from tests.single.examples import one_line, tried
 
@@ -32,7 +32,7 @@ def book(tmp_path):
 
 
 def test_nine_tenths_train_and_the_rest_is_held_out(book):
-    data = text.load([book], "characters")
+    data = text.load_tokens([book], "characters")
     assert data.vocabulary.content == "".join(sorted(set(WORDS)))
     cut = len(WORDS) * 9 // 10
     assert data.vocabulary.decode(data.train.tolist()) == WORDS[:cut]
@@ -44,61 +44,61 @@ def test_nine_tenths_train_and_the_rest_is_held_out(book):
 def test_several_files_are_one_text_and_their_order_counts(book, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("zebra " * 30)
-    data = text.load([book, other], "characters")
+    data = text.load_tokens([book, other], "characters")
     tokens = torch.cat([data.train, data.validation]).tolist()
     assert data.vocabulary.decode(tokens) == WORDS + other.read_text()
-    assert data.sha256 != text.load([other, book], "characters").sha256
+    assert data.sha256 != text.load_tokens([other, book], "characters").sha256
 
 
 def test_blocks_may_end_inside_a_character(book, monkeypatch):
-    whole = text.load([book], "characters").train.clone()
+    whole = text.load_tokens([book], "characters").train.clone()
     for size in (1, 3, 7):
         monkeypatch.setattr(text, "BLOCK_BYTES", size)
-        monkeypatch.setattr(text, "FORMAT", size + 100)  # so that the cache is not asked
-        assert torch.equal(whole, text.load([book], "characters").train)
+        monkeypatch.setattr(text, "TOKENS_FORMAT", size + 100)  # so that the cache is not asked
+        assert torch.equal(whole, text.load_tokens([book], "characters").train)
 
 
 def test_bytes_take_any_file(tmp_path):
     path = tmp_path / "binary"
     path.write_bytes(bytes(range(256)) * 4)
-    data = text.load([path], "bytes")
+    data = text.load_tokens([path], "bytes")
     assert torch.cat([data.train, data.validation]).tolist() == list(range(256)) * 4
     assert data.validation_characters == 103  # bytes, there
 
 
 def test_byte_pairs_are_learned_from_the_training_part_and_give_the_text_back(book, tmp_path):
     pytest.importorskip("tokenizers")
-    data = text.load([book], "pairs", 300)
+    data = text.load_tokens([book], "pairs", 300)
     assert 256 < data.vocabulary.size <= 300
     cut = len(WORDS) * 9 // 10
     assert data.vocabulary.decode(data.train.tolist()) == WORDS[:cut]
     assert len(data.train) < cut / 1.2
     assert data.vocabulary.decode(data.vocabulary.encode("never seen: ß ∞").tolist()) == "never seen: ß ∞"
-    assert text.load([book], "pairs", 300).vocabulary.content == data.vocabulary.content
+    assert text.load_tokens([book], "pairs", 300).vocabulary.content == data.vocabulary.content
     saved = tmp_path / "tokenizer.json"
     saved.write_text(data.vocabulary.content)
-    assert torch.equal(text.load([book], "pairs", 1, saved).train, data.train)
+    assert torch.equal(text.load_tokens([book], "pairs", 1, saved).train, data.train)
 
 
 def test_the_standard_library_is_there_where_no_text_is_given(monkeypatch, tmp_path):
     assert len(text.standard_library()) > 100
     few = text.standard_library()[:3]
     monkeypatch.setattr(text, "standard_library", lambda: few)
-    data = text.load([], "bytes")
+    data = text.load_tokens([], "bytes")
     assert data.name == "python"
     assert data.reason.startswith("3 modules of Python's standard library, because --text was not given")
 
 
 def test_a_second_load_maps_what_the_first_one_kept(book, own_cache, monkeypatch):
-    first = text.load([book], "characters")
+    first = text.load_tokens([book], "characters")
     monkeypatch.setattr(text, "convert", lambda *args: pytest.fail("converted again"))
-    assert torch.equal(text.load([book], "characters").train, first.train)
+    assert torch.equal(text.load_tokens([book], "characters").train, first.train)
     assert {path.suffix for path in own_cache.iterdir()} - {""} == {".json", ".tokens"}
 
 
 @pytest.mark.parametrize("spoil", ["cut", "facts", "gone", "zeros", "vocabulary"])
 def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
-    first = text.load([book], "characters").train.clone()
+    first = text.load_tokens([book], "characters").train.clone()
     (tokens,), (facts,) = own_cache.glob("*.tokens"), own_cache.glob("*.json")
     if spoil == "cut":
         tokens.write_bytes(tokens.read_bytes()[:-1])
@@ -112,7 +112,7 @@ def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
     else:
         tokens.unlink()
     for _ in range(2):  # at once, and from what was made anew
-        again = text.load([book], "characters")
+        again = text.load_tokens([book], "characters")
         assert torch.equal(again.train, first)
         assert again.vocabulary.decode(again.train) in book.read_text()
     assert {path.suffix for path in own_cache.iterdir()} - {""} == {".json", ".tokens"}
@@ -120,7 +120,7 @@ def test_damaged_cache_files_are_made_anew(spoil, book, own_cache):
 
 def test_processes_that_come_at_once_get_the_same(book, own_cache):
     with ThreadPoolExecutor(4) as pool:  # each has a lock of its own, as a process has
-        loaded = list(pool.map(lambda _: text.load([book], "characters"), range(4)))
+        loaded = list(pool.map(lambda _: text.load_tokens([book], "characters"), range(4)))
     assert len({data.train.numpy().tobytes() for data in loaded}) == 1
     assert sum(path.suffix == ".tokens" for path in own_cache.iterdir()) == 1
     assert not list(own_cache.glob(".*.partial"))
@@ -139,7 +139,7 @@ def test_texts_that_are_refused(content, kind, complaint, tmp_path):
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
     with pytest.raises(UserError) as raised:
-        text.load([path], kind)
+        text.load_tokens([path], kind)
     assert complaint in str(raised.value)
     one_line(raised.value)
 
@@ -150,7 +150,7 @@ def test_a_bad_tokenizer_is_refused(book, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, complaint in (("tokenizer.json", "not a tokenizer"), ("binary", "not text"), ("nowhere", "can be read")):
         with pytest.raises(UserError, match=complaint):
-            text.load([book], "pairs", 300, tmp_path / name)
+            text.load_tokens([book], "pairs", 300, tmp_path / name)
 
 
 def test_unknown_characters_of_a_prompt_are_named():
@@ -178,7 +178,7 @@ def test_any_text_comes_back(some):
             some.encode()
         except UnicodeEncodeError:
             return
-        again = restore(**vocabulary.state_dict())
+        again = restore_vocabulary(**vocabulary.state_dict())
         assert again.decode(vocabulary.encode(some).tolist()) == some
 
 
@@ -199,12 +199,12 @@ def test_each_token_but_the_first_is_a_target_once(length, context):
 def test_a_pipe_is_refused_because_text_is_read_twice(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"--text .*pipe: a pipe or a device, not a file: name a file that can be read"):
-        text.load([tmp_path / "pipe"], "characters")
+        text.load_tokens([tmp_path / "pipe"], "characters")
 
 
 def test_a_directory_is_refused_and_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"^--text \S+: a directory: name the files in it, --text \S+/\*.txt$"):
-        text.load([tmp_path], "characters")
+        text.load_tokens([tmp_path], "characters")
 
 
 def test_the_files_of_each_text_flag_are_taken():

@@ -72,7 +72,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("device")
     images = image_set.write(directory / "images", 64, 12)
     for split in ("train", "val"):
-        make_shards.make(images / split, directory / "shards" / split, per_shard=1000, seed=1)
+        make_shards.make_shards(images / split, directory / "shards" / split, per_shard=1000, seed=1)
     (directory / "text").write_text("All that glisters is not gold; often have you heard that told. " * 100)
     paths = {"OUT": directory, "IMAGES": images, "SHARDS": directory / "shards", "TEXT": directory / "text"}
     asked = {name: (script, flags) for name, (script, flags, _) in RUNS.items()}

@@ -42,7 +42,7 @@ def test_every_command_shown_can_be_parsed(path):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_commands_that_a_help_text_names_exist(path):
-    """`hvdtrain.datasets.shards` was named as what makes shards: it can be imported, and does nothing when run."""
+    """`hvdtrain.datasets.tar_shards` was named as what makes shards: it can be imported, and does nothing when run."""
     for name in re.findall(r"\bhvdtrain(?:\.\w+)+", ast.get_docstring(ast.parse(path.read_text()))):
         assert callable(importlib.import_module(name).main), name
 

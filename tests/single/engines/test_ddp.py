@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hvdtrain.engines import ddp
+from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.start import start
 from tests.e2e.launchers import free_port
 from tests.waiting import wait_for
 
@@ -46,7 +46,7 @@ def test_gradients_are_reduced_in_the_same_buckets_from_the_first_step_on(monkey
         return reduce(self, state, bucket)
 
     monkeypatch.setattr(ddp.GradientHook, "reduce", recorded)
-    with start("ddp", device="cpu", tuning=False) as engine:
+    with start_engine("ddp", device="cpu", tuning=False) as engine:
         model = Crossed()
         names = {parameter: number for number, parameter in enumerate(model.parameters())}
         seen.append([])
@@ -67,7 +67,7 @@ def test_gradients_are_reduced_in_the_same_buckets_from_the_first_step_on(monkey
 
 def test_ddp_does_not_warn_of_strides_that_mean_the_same():
     """With one input channel and channels_last images, the gradient of a convolution has other strides than its weight."""
-    with start("ddp", device="cpu", tuning=False) as engine, warnings.catch_warnings():
+    with start_engine("ddp", device="cpu", tuning=False) as engine, warnings.catch_warnings():
         warnings.simplefilter("error")
         net = torch.nn.Conv2d(1, 16, 5).to(memory_format=torch.channels_last)
         replica, _ = engine.distribute(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -84,7 +84,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
     with pytest.raises(
         UserError, match=r"^the ranks did not meet: rank 1, 2 did not connect within 1 s: check MASTER_"
     ):
-        start("ddp", device="cpu")
+        start_engine("ddp", device="cpu")
 
 
 def test_a_port_whose_program_never_answers_is_not_waited_for_without_a_limit(monkeypatch):
@@ -97,7 +97,7 @@ def test_a_port_whose_program_never_answers_is_not_waited_for_without_a_limit(mo
         with pytest.raises(
             UserError, match=rf"^the ranks did not meet: what listens at 127\.0\.0\.1:{port} does not ans"
         ):
-            start("ddp", device="cpu")
+            start_engine("ddp", device="cpu")
 
 
 @pytest.mark.parametrize("address", ["", "all", "10.0.0.1", "10.0.0.1 a port", "10.0.0.1 1 2"])
@@ -108,7 +108,7 @@ def test_what_names_no_place_is_one_line(address):
 
 def test_shutdown_ends_gloos_threads():
     """One that outlives Python's own end may abort the process, after a run that was good."""
-    with start("ddp", device="cpu", tuning=False) as engine:
+    with start_engine("ddp", device="cpu", tuning=False) as engine:
         model = torch.nn.Linear(3, 2)
         replica, optimizer = engine.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
         engine.broadcast(model, optimizer)

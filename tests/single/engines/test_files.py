@@ -18,7 +18,7 @@ from hvdtrain import mnist
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines import lock as locks
 from hvdtrain.engines.lock import Lock
-from hvdtrain.launching.exit_codes import run
+from hvdtrain.launching.exit_codes import run_command
 
 
 def test_whole_or_absent(tmp_path):
@@ -68,7 +68,7 @@ def train(directory: Path, *more: str) -> int:
     flags = "--engine serial --dataset digits --epochs 1 --train-samples 64 --no-progress --output-dir"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(sys, "argv", ["mnist", *flags.split(), str(directory), *more])
-        run(mnist.main)
+        run_command(mnist.main)
     return ended.value.code
 
 

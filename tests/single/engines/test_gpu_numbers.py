@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.checkpoint import checksums
 from hvdtrain.engines import accelerators
+from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.compression import GradientCompressor, in_memory_order
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.engines.start import start
 from hvdtrain.guards import limits
 from hvdtrain.guards.activity import Activity
 from hvdtrain.inputs.sharding import seed_generators
@@ -160,7 +160,7 @@ def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
     bits = parameter.contiguous().reshape(-1).view(kind)
     whole = (bits * torch.arange(1, len(bits) + 1)).sum()
     with Largest() as largest:
-        assert checksums.checksum(parameter) == whole
+        assert checksums.tensor_checksum(parameter) == whole
     assert largest.bytes <= 2**22
 
 
@@ -296,11 +296,11 @@ def test_deterministic_and_fast_arithmetic_are_set_before_the_engine_starts_and_
     settings, monkeypatch, deterministic, tuning, device, algorithms, benchmark, tf32, notes
 ):
     compared: list[object] = []
-    monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Gpu)
+    monkeypatch.setattr("hvdtrain.engines.choice.engine_class", lambda name: Gpu)
     monkeypatch.setattr("hvdtrain.engines.gpu.require_own", compared.append)
     monkeypatch.setattr("hvdtrain.engines.gpu.pci_address", lambda device: "0000:00:00.0")
     threads = torch.get_num_threads()
-    engine = start("serial", tuning=tuning, device=device, threads=threads, deterministic=deterministic)
+    engine = start_engine("serial", tuning=tuning, device=device, threads=threads, deterministic=deterministic)
     assert compared == [engine]  # with the GPUs of the other ranks
     assert engine.activity.asynchronous == (device != "cpu")
     assert torch.are_deterministic_algorithms_enabled() == algorithms
@@ -374,7 +374,7 @@ def test_the_engines_shutdown_has_a_time_limit_whatever_it_does(monkeypatch):
         def shutdown(self) -> None:
             seen.append(watch.disconnects)
 
-    monkeypatch.setattr("hvdtrain.engines.start.engine_class", lambda name: Ends)
-    with start("serial", tuning=False, device="cpu"):
+    monkeypatch.setattr("hvdtrain.engines.choice.engine_class", lambda name: Ends)
+    with start_engine("serial", tuning=False, device="cpu"):
         seen.append(watch.disconnects)
     assert (seen, watch.disconnects) == ([False, True], False)

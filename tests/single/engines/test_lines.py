@@ -10,7 +10,7 @@ import pytest
 from hvdtrain import benchmark, reduce
 from hvdtrain.checks import findings
 from hvdtrain.engines.errors import Failure
-from hvdtrain.engines.lines import put, result, say_within, within, write_whole_lines
+from hvdtrain.engines.lines import put_line, result, say_within, within, write_whole_lines
 from hvdtrain.engines.single import SerialEngine
 from tests.single.unwritable import UNWRITABLE, full_pipe
 
@@ -70,7 +70,7 @@ def unwritable(request):
 
 
 def test_a_line_that_cannot_be_written_is_lost_and_nothing_else(unwritable):
-    assert isinstance(put(unwritable, "line\n"), Exception)
+    assert isinstance(put_line(unwritable, "line\n"), Exception)
     if hasattr(unwritable, "close"):
         unwritable.close()  # raises if it has kept the line: then the exit code is 120
 
@@ -84,7 +84,7 @@ def test_the_result_of_a_command_that_cannot_be_written_is_a_failure(unwritable,
 def test_what_the_program_has_printed_comes_first(tmp_path):
     with (tmp_path / "out").open("w") as stream:
         stream.write("first\n")
-        assert put(stream, "second\n") is None
+        assert put_line(stream, "second\n") is None
         assert (tmp_path / "out").read_text() == "first\nsecond\n"
 
 
@@ -96,7 +96,7 @@ def test_a_pipe_that_another_process_has_made_nonblocking_gets_the_whole_line():
         parts = iter(lambda: os.read(reader, 65536), b"")
         thread = threading.Thread(target=lambda: [read.extend(part) for part in parts])
         thread.start()
-        assert put(stream, text) is None
+        assert put_line(stream, text) is None
     thread.join(60)
     os.close(reader)
     assert read.decode() == text

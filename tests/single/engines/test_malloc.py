@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from hvdtrain.engines.tuning import OWN_CHOICE, keep_freed_memory
+from hvdtrain.engines.library_settings import OWN_CHOICE, keep_freed_memory
 
 # In one process, first malloc as it comes and then ours, so that nothing but our call differs. Freed in the end, six blocks
 # of 8 MiB are above malloc's own threshold for giving memory back (twice the largest one).
 PROGRAM = """
 import ctypes, resource
-from hvdtrain.engines.tuning import keep_freed_memory
+from hvdtrain.engines.library_settings import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

@@ -17,7 +17,15 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from hvdtrain.engines.portable import DEEPEST, NotStored, difference, flattened, from_json, to_json, unflattened
+from hvdtrain.engines.portable import (
+    DEEPEST,
+    NotStored,
+    difference_of_values,
+    flattened,
+    from_json,
+    to_json,
+    unflattened,
+)
 
 Point = collections.namedtuple("Point", "n m")
 
@@ -89,9 +97,9 @@ def through_json(value):
 @settings(max_examples=300, deadline=None)
 @given(value=nested)
 def test_any_nested_values_come_back_exactly(value):
-    assert difference(value, through_json(value)) is None
+    assert difference_of_values(value, through_json(value)) is None
     packed, row = flattened(value)
-    assert difference(value, unflattened(json.loads(json.dumps(packed)), row)) is None
+    assert difference_of_values(value, unflattened(json.loads(json.dumps(packed)), row)) is None
 
 
 def numbered(levels):
@@ -122,7 +130,7 @@ cycle.append(cycle)
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_was_lost_in_silence_comes_back(value):
-    assert difference(value, through_json(value)) is None
+    assert difference_of_values(value, through_json(value)) is None
 
 
 def test_objects_that_were_one_are_one_again_and_others_are_not():
@@ -170,7 +178,7 @@ def test_what_cannot_come_back_is_refused_with_its_place(value, told):
     ids=str,
 )  # fmt: skip
 def test_a_difference_is_noticed(saved, read):
-    assert difference(saved, read)
+    assert difference_of_values(saved, read)
 
 
 @pytest.mark.parametrize(

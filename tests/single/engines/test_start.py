@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdtrain.engines.choice import share_of
 from hvdtrain.engines.cores import cpu_quota, near_gpu, turn_on
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
@@ -16,7 +17,6 @@ from hvdtrain.engines.launchers import (
     bound_unexplained,
 )
 from hvdtrain.engines.precision import computes_in_bf16
-from hvdtrain.engines.start import share_of
 
 SOCKETS = [("a", range(8)), ("a", range(8, 16)), ("a", range(8))]  # mpirun -np 3 on two sockets: the third starts over
 SHARES = {  # hosts and cores of the ranks, quota of the container, cores of the Slurm job, threads
@@ -34,7 +34,7 @@ SHARES = {  # hosts and cores of the ranks, quota of the container, cores of the
 def test_threads_are_a_share_of_the_cores_that_the_rank_may_run_on(monkeypatch, case):
     """More of shares: tests/single/commands/test_tuned.py."""
     places, quota, of_job, expected = SHARES[case]
-    monkeypatch.setattr("hvdtrain.engines.start.cpu_quota", lambda: quota)
+    monkeypatch.setattr("hvdtrain.engines.choice.cpu_quota", lambda: quota)
     if of_job is not None:
         for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": str(of_job)}.items():
             monkeypatch.setenv(name, value)
@@ -159,7 +159,7 @@ ENDS = {  # what main does, variables, exit code, standard error
 @pytest.mark.parametrize("case", ENDS)
 def test_a_command_ends_with_its_code_and_one_line_for_users(case):
     main, variables, code, said = ENDS[case]
-    imports = "from hvdtrain.launching.exit_codes import run\nfrom hvdtrain.engines.errors import UserError"
+    imports = "from hvdtrain.launching.exit_codes import run_command\nfrom hvdtrain.engines.errors import UserError"
     done = subprocess.run(
         [sys.executable, "-c", f"{imports}\ndef main(): {main}\nrun(main)"],
         env={"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[3]), **variables},

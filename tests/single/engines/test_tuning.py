@@ -6,11 +6,11 @@ import socket
 import pytest
 import torch
 
-from hvdtrain.checkpoint.resume import LOCK_SECONDS
+from hvdtrain.checkpoint.resume import RUN_LOCK_SECONDS
 from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets, refuse_small_cache
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.gloo import refuse_absent_server, refuse_unknown_own_name
-from hvdtrain.engines.tuning import ABORT_DELAY, tuned_environment
+from hvdtrain.engines.library_settings import ABORT_DELAY, tuned_environment
 
 
 def test_everything_is_set_where_nothing_was():
@@ -28,7 +28,7 @@ def test_what_the_user_set_stays():
 
 def test_a_rank_of_a_killed_mpirun_has_ended_before_the_next_attempt_gives_up():
     (seconds,) = map(int, ABORT_DELAY.values())
-    assert 1 + seconds < LOCK_SECONDS  # 1: Open MPI's own
+    assert 1 + seconds < RUN_LOCK_SECONDS  # 1: Open MPI's own
 
 
 def test_buckets_hold_every_trainable_parameter_once_last_layer_first():

@@ -49,7 +49,7 @@ def test_how_a_checkpoint_calls_and_joins_what_ranks_have_of_their_own_does_not_
     first = saved(tmp_path, 1, optimizer__0=[3.0], buffers=[[1.0, 2.0], [5.0, 6.0]])
     packed = [flattened({"mean": torch.tensor(one)}) for one in ([1.0, 2.0], [5.0, 6.0])]
     ranks = [{"buffers": (value, len(row))} for value, row in packed]
-    own = {"own": contents.encoded(ranks), "own__bytes": torch.cat([row for _, row in packed])}
+    own = {"own": contents.json_tensor(ranks), "own__bytes": torch.cat([row for _, row in packed])}
     assert first == saved(tmp_path, 2, optimizer__momentum=[3.0], **own)
     assert first != saved(tmp_path, 4, optimizer__momentum=[3.0], **own | {"own__bytes": own["own__bytes"] + 1})
     assert first != saved(tmp_path, 3, optimizer__0=[[3.0]], buffers=[[1.0, 2.0], [5.0, 6.0]])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hvdtrain.guards import connection as connections
-from hvdtrain.guards.connection import accept, listen, say_hello
+from hvdtrain.guards.connection import accept, listen_for_ranks, say_hello
 from tests.waiting import wait_for
 
 KEY = bytes(32)
@@ -50,7 +50,7 @@ def test_a_host_whose_name_has_no_address_is_named():
     with pytest.raises(
         OSError, match=r"no address for host-9\.invalid \(.*\): add it to /etc/hosts, or to the name server"
     ):
-        listen(["h0", "host-9.invalid"])
+        listen_for_ranks(["h0", "host-9.invalid"])
 
 
 def test_only_who_knows_the_secret_gets_a_channel(hub):
@@ -115,7 +115,7 @@ def test_a_stranger_is_heard_for_no_longer_than_its_time(hub, monkeypatch):
 )
 def test_rank_0_listens_only_where_its_ranks_are(hosts, addresses, monkeypatch):
     monkeypatch.setattr(connections, "own_address_towards", {"b": "127.0.0.2", "c": "127.0.0.2", "d": "127.0.0.3"}.get)
-    listeners, where = listen(hosts)
+    listeners, where = listen_for_ranks(hosts)
     try:
         assert {host: address for host, (address, _) in where.items()} == addresses
         assert {listener.getsockname() for listener in listeners} == set(where.values())
@@ -166,7 +166,7 @@ def test_strangers_take_few_of_the_open_files(hub, monkeypatch):
             crowd.append(socket.create_connection(address, timeout=10))
 
     def few_are_taken():
-        return len(os.listdir("/proc/self/fd")) - before - len(crowd) <= connections.MOST_STRANGERS + 4  # noqa: PTH208
+        return len(os.listdir("/proc/self/fd")) - before - len(crowd) <= connections.MOST_UNNAMED_CONNECTIONS + 4  # noqa: PTH208
 
     wait_for(few_are_taken, "more than its share", 60.0)
     for connection in crowd:

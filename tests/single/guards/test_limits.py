@@ -16,7 +16,7 @@ from hvdtrain.guards.limits import limited_start
 BEGIN = """
 import atexit, subprocess, sys, threading, time
 from hvdtrain.guards import limits
-limits.LOOK_SECONDS = 0.1
+limits.LIMIT_CHECK_SECONDS = 0.1
 watch = limits.Leaving("rank 1 on b", LIMIT)
 
 def work(seconds):  # at a fifth of a core: a twentieth counts as work
@@ -80,8 +80,8 @@ def test_who_works_on_is_left_alone(body):
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(limits, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(limits, "SAY_SECONDS", 0.03)
+    monkeypatch.setattr(limits, "LIMIT_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "WAITING_LINE_SECONDS", 0.03)
     monkeypatch.setitem(judge.PHASE_SECONDS, "start-up", 0.1)
 
 

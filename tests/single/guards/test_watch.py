@@ -16,9 +16,9 @@ import pytest
 
 from hvdtrain.engines.files import allow_open_files
 from hvdtrain.guards.activity import Activity
-from hvdtrain.guards.connection import Channel, Peer, Peers, accept, listen, say_hello
+from hvdtrain.guards.connection import Channel, Peer, Peers, accept, listen_for_ranks, say_hello
 from hvdtrain.guards.judge import HangTimeouts
-from hvdtrain.guards.watch import Settings, Watch
+from hvdtrain.guards.watch import Watch, WatchSettings
 from hvdtrain.launching import processes
 from tests.single.unwritable import full_pipe
 from tests.waiting import wait_for
@@ -40,7 +40,7 @@ class Rank(Watch):
         self.said: list[str] = []
         peers = [Peer(f"h{other // 8}", "here", NOBODY) for other in range(size)]
         limits = HangTimeouts(step_timeout)
-        settings = Settings(limits, self.said.append, self.said.append, guest=True, leave=self._leave, **timing)
+        settings = WatchSettings(limits, self.said.append, self.said.append, guest=True, leave=self._leave, **timing)
         super().__init__(Peers(rank, peers, channels), None, Activity(), settings)
         self.detector.starvation.seconds = lambda: 0.0  # all ranks' threads are this process's
 
@@ -74,7 +74,7 @@ class Job:
     """Ranks that are connected as real ones are."""
 
     def __init__(self, size: int, steps: int = 0, **options):
-        listeners, where = listen(["h0"] * size)
+        listeners, where = listen_for_ranks(["h0"] * size)
         got: dict[int, Channel] = {}
         hub = threading.Thread(target=lambda: got.update(accept(listeners, bytes(32), size)))
         hub.start()

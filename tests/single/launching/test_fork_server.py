@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launching import processes
-from hvdtrain.launching.fork_client import VARIABLE
+from hvdtrain.launching.fork_client import FORK_SERVER_VARIABLE
 from tests.e2e.launchers import MARK, ROOT, environment, kill, members, new_job
 from tests.waiting import wait_for
 
@@ -55,7 +55,7 @@ class Server:
 
     def client(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "hvdtrain.launching.fork_client", self.script, *arguments]
-        return self.start(words, stderr=subprocess.PIPE, **{VARIABLE: self.name}, **variables)
+        return self.start(words, stderr=subprocess.PIPE, **{FORK_SERVER_VARIABLE: self.name}, **variables)
 
 
 @pytest.fixture
@@ -166,6 +166,6 @@ def test_a_server_that_does_not_answer_is_done_without(tmp_path):
         silent.listen()
         done = subprocess.run(
             [sys.executable, "-m", "hvdtrain.launching.fork_client", script, "x"], cwd=ROOT, timeout=60,
-            env=environment(**{VARIABLE: name, "HVDTRAIN_START_TIMEOUT": "0.2"}), stdin=subprocess.DEVNULL,
+            env=environment(**{FORK_SERVER_VARIABLE: name, "HVDTRAIN_START_TIMEOUT": "0.2"}), stdin=subprocess.DEVNULL,
         )  # fmt: skip
     assert done.returncode == 9

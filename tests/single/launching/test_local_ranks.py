@@ -116,7 +116,7 @@ def later():
 
 def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(preload, "FIRST", ())
+    monkeypatch.setattr(preload, "FIRST_IMPORTS", ())
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # of an earlier test
     (tmp_path / "with_thread.py").write_text(
         "import threading\nover = threading.Event()\nthreading.Thread(target=over.wait, daemon=True).start()\n"
@@ -141,7 +141,7 @@ from hvdtrain.engines import gpu
 from hvdtrain.launching import preload
 torch.cuda._device_count_nvml = lambda: NVML
 gpu.gpus_here = lambda environment: GPUS
-preload.FIRST = ("torch",)
+preload.FIRST_IMPORTS = ("torch",)
 preload.preload("", ["asks"])
 if (pid := os.fork()) == 0:
     os._exit(torch.cuda._is_in_bad_fork())
@@ -337,7 +337,7 @@ def test_a_syntax_error_is_shown_without_what_looks_for_the_program(start, tmp_p
     assert (code, out) == (1, "")
     shown = f"""  File "{tmp_path}/script.py", line 1\n    x = (1\n        ^\nSyntaxError: '(' was never closed\n"""
     assert err.endswith(shown)
-    assert str(run_script.PACKAGE) not in err
+    assert str(run_script.PACKAGE_DIRECTORY) not in err
 
 
 HEARS = """
@@ -593,5 +593,5 @@ def test_a_user_without_another_process_is_told_so(monkeypatch):
     monkeypatch.setattr(os, "fork", none_left)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with pytest.raises(UserError, match=r"no more processes and threads: end some, raise `ulimit -u`"):
-        forker.start(["program.py"], 1, [], False, 0)
+        forker.start_forker(["program.py"], 1, [], False, 0)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

@@ -19,7 +19,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.launching import rendezvous_server
 from hvdtrain.launching.job_secret import job_secret
 from hvdtrain.launching.local_rendezvous import Meeting
-from hvdtrain.launching.rendezvous import Server, horovods_server, put, request, wait_for
+from hvdtrain.launching.rendezvous import Server, horovods_server, put_value, server_request, wait_for
 from hvdtrain.launching.rendezvous_server import Rendezvous
 
 SECRET = "a secret of this job"
@@ -157,7 +157,7 @@ def test_what_one_rank_puts_the_others_get_as_soon_as_it_is_there(server):
     assert where == server.server
     with pytest.raises(TimeoutError, match="rank 0 did not connect within 0 s"):
         wait_for(where, "hvdtrain.ddp", "0", 0.0)
-    later = threading.Timer(0.2, put, (where, "hvdtrain.ddp", "0", b"10.0.0.1 4711"))
+    later = threading.Timer(0.2, put_value, (where, "hvdtrain.ddp", "0", b"10.0.0.1 4711"))
     later.start()
     assert wait_for(where, "hvdtrain.ddp", "0", 30.0) == b"10.0.0.1 4711"
     later.join()
@@ -188,7 +188,7 @@ def test_what_is_no_rendezvous_server_is_an_oserror(answer):
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(OSError, match="is not a rendezvous server"):
-            put(Server(*other.getsockname()), "scope", "key", b"")
+            put_value(Server(*other.getsockname()), "scope", "key", b"")
         thread.join()
 
 
@@ -200,7 +200,7 @@ def test_a_request_without_the_secret_is_refused_before_its_value_is_read(server
     for stranger in (Server("127.0.0.1", server.port), Server("127.0.0.1", server.port, "0" * 64)):
         for method, body in (("PUT", b"ended"), ("GET", b""), ("DELETE", b"")):
             with pytest.raises(PermissionError, match="does not know the secret of this job"):
-                request(stranger, method, "/failed/any", body)
+                server_request(stranger, method, "/failed/any", body)
     connection = connect(server)
     connection.sendall(b"PUT /huge/any HTTP/1.1\r\nContent-Length: 67108864\r\n\r\n")
     with contextlib.suppress(OSError):  # it hangs up
@@ -213,7 +213,7 @@ def test_a_request_without_the_secret_is_refused_before_its_value_is_read(server
 
 def test_strangers_take_few_of_the_open_files_and_keep_nobody_away(server):
     """3,000 connections of one byte each left rank 0, in whose process the server runs, no file to open."""
-    put(server.server, "among", "strangers", b"value")
+    put_value(server.server, "among", "strangers", b"value")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -223,9 +223,9 @@ def test_strangers_take_few_of_the_open_files_and_keep_nobody_away(server):
             strangers.append(connect(server))
             strangers[-1].sendall(b"G")
             if number % 100 == 99:
-                assert request(server.server, "GET", "/among/strangers") == b"value"
+                assert server_request(server.server, "GET", "/among/strangers") == b"value"
         taken = len(os.listdir("/proc/self/fd")) - before - len(strangers)  # noqa: PTH208
-        assert taken <= 2 * rendezvous_server.MOST_STRANGERS
+        assert taken <= 2 * rendezvous_server.MOST_CONNECTIONS
     finally:
         for stranger in strangers:
             stranger.close()
@@ -290,12 +290,12 @@ def test_starters_with_another_secret_are_told_at_once():
 def test_what_no_starter_says_is_one_line(answer):
     first = meeting(0, 0)
     first.come(1)
-    put(first._where(), "known", "hosts", answer.encode())
+    put_value(first._where(), "known", "hosts", answer.encode())
     second = meeting(1, first.port)
     second.come(1)
     with pytest.raises(Failure, match="the starters do not understand each other"):
         second.wait()
-    put(first._where(), "hosts", "1", answer.encode())
+    put_value(first._where(), "hosts", "1", answer.encode())
     with pytest.raises(Failure, match="the starters do not understand each other"):
         first.wait()
 

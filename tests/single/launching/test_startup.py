@@ -63,9 +63,8 @@ def test_it_does_not_rest_while_another_program_imports_a_command(tmp_path):
 
 def test_it_is_on_when_the_program_runs(tmp_path):
     program = f"from hvdtrain.launching import startup; startup.begin(); {STATE}; "
-    program += (
-        f"from hvdtrain.launching.exit_codes import run; run(lambda: exec({STATE!r}) or gc.get_freeze_count() < 1)"
-    )
+    program += "from hvdtrain.launching.exit_codes import run_command; "
+    program += f"run_command(lambda: exec({STATE!r}) or gc.get_freeze_count() < 1)"
     (tmp_path / "torch.py").touch()
     done = python(tmp_path, "-c", program)
     assert done.returncode == 0, done
@@ -76,7 +75,7 @@ def test_it_stays_off_in_a_program_that_has_disabled_it():
     gc.disable()
     try:
         with pytest.raises(SystemExit) as ended:
-            exit_codes.run(lambda: int(gc.isenabled()))
+            exit_codes.run_command(lambda: int(gc.isenabled()))
     finally:
         gc.enable()
         gc.unfreeze()
@@ -144,5 +143,5 @@ def test_what_torch_says_without_shared_memory_becomes_one_line_with_the_remedy(
         raise RuntimeError(said)
 
     with pytest.raises(SystemExit, match="2"):
-        exit_codes.run(main)
+        exit_codes.run_command(main)
     assert "error: /dev/shm is too small for the batches of the DataLoader's workers: " in capfd.readouterr().err

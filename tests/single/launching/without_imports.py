@@ -28,8 +28,8 @@ def no_preload(source: str, asked: list[str]) -> None:
 preload.preload = no_preload
 supervisor.GRACE_SECONDS = SETTINGS.get("grace", supervisor.GRACE_SECONDS)
 supervisor.FAILURE_SECONDS = local_rendezvous.FAILURE_SECONDS = 0.2
-local_rendezvous.SAY_SECONDS = 0.3
+local_rendezvous.ABSENT_LINE_SECONDS = 0.3
 if sys.argv.pop(1) == "forker":
     sys.exit(forker.main())
 sys.argv[0] = starter.__file__
-exit_codes.run(starter.main)
+exit_codes.run_command(starter.main)

@@ -14,7 +14,7 @@ import torch
 from hvdtrain.engines.errors import UserError
 from hvdtrain.models import compile_cache
 from hvdtrain.models.classifiers import build_model
-from hvdtrain.models.compiling import blocks, compiled, require_compiler
+from hvdtrain.models.compiling import compiled, repeated_blocks, require_compiler
 from hvdtrain.models.convnet import ConvNet
 from hvdtrain.models.gpt import GPT, Sizes
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
     ids=["gpt", "resnet50", "vit_b_16", "convnet"],
 )
 def test_the_blocks_of_a_model(build, count, kind):
-    found = list(blocks(build()))
+    found = list(repeated_blocks(build()))
     assert len(found) == count
     assert {type(block).__name__ for block in found} == ({kind} if kind else set())
 

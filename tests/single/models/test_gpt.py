@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvdtrain.models.gpt import GPT, SIZES, Sizes, padded
+from hvdtrain.models.gpt import GPT, GPT_SIZES, Sizes, padded
 
-SMALL = SIZES["shakespeare-cpu"]
+SMALL = GPT_SIZES["shakespeare-cpu"]
 
 
 def batch(vocabulary: int, context: int, count: int = 3) -> tuple[Tensor, Tensor]:
@@ -71,8 +71,8 @@ def parameters(sizes: Sizes, vocabulary: int) -> int:
 
 def test_published_parameter_counts():
     assert parameters(SMALL, 65) == 804_096  # nanoGPT prints 0.80M for its CPU configuration
-    assert parameters(SIZES["gpt2"], 50_257) == 124_439_808  # openai/gpt-2's smallest
-    assert parameters(SIZES["gpt-small"], 256) == 10_818_432
+    assert parameters(GPT_SIZES["gpt2"], 50_257) == 124_439_808  # openai/gpt-2's smallest
+    assert parameters(GPT_SIZES["gpt-small"], 256) == 10_818_432
 
 
 @pytest.mark.parametrize("tied", [True, False])

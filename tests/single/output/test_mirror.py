@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain import export, training
 from hvdtrain.checkpoint import checkpoint
-from hvdtrain.checkpoint.mirror import Mirror, Remote, identity, readable
+from hvdtrain.checkpoint.mirror import Mirror, Remote, readable, run_identity
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.output.run_output import RunOutput
@@ -210,7 +210,7 @@ def mirror(tmp_path) -> Mirror:
 
 def save(tmp_path: Path, step: int) -> Path:
     path = tmp_path / "out/checkpoints" / checkpoint.name_of(step)
-    checkpoint.write(path, {"best": None}, {"a": torch.randn(1000)})
+    checkpoint.write_checkpoint(path, {"best": None}, {"a": torch.randn(1000)})
     return path
 
 
@@ -262,7 +262,7 @@ def test_at_whatever_request_a_copy_ends_what_the_manifest_names_is_whole(cut, a
         for name in reader.checkpoints:
             reader.get(tmp_path, "checkpoints", name)  # raises if it is not whole
         if reader.checkpoints:
-            assert reader.run == identity(tmp_path / "out") == identity(tmp_path / "there")
+            assert reader.run == run_identity(tmp_path / "out") == run_identity(tmp_path / "there")
     assert whole[0] is False
 
 

@@ -135,7 +135,7 @@ def test_a_line_that_is_just_being_written_is_no_damage(leave):
 def test_what_is_no_run_is_said_with_the_remedy(prepare, complaint, tmp_path):
     prepare(tmp_path / "out")
     with pytest.raises(UserError, match=r"name|make it readable") as caught:
-        report.make([tmp_path / "out"], tmp_path / "report")
+        report.make_report([tmp_path / "out"], tmp_path / "report")
     assert complaint in str(caught.value)
     assert not (tmp_path / "report").exists()
 

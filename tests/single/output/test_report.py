@@ -56,7 +56,7 @@ def test_a_run_of_any_kind_is_shown_and_nothing_is_called_damaged(kind, leave, t
     figures = page.figures(run)
     assert {name: figures[name] for name in SHOWN[kind]} == SHOWN[kind]
     assert not {name for name in figures if "accuracy" in name and kind != "classifier"}
-    shown = Page(report.make([there], tmp_path / "report").read_text())
+    shown = Page(report.make_report([there], tmp_path / "report").read_text())
     rate, time = (
         "Samples per second, over all ranks (line: training)",
         "Time by phase: share of the time spent training",
@@ -82,7 +82,9 @@ def test_the_whole_time_has_the_start_of_the_process_as_the_summary_has_it():
 
 
 def test_runs_of_all_kinds_are_compared(leave, tmp_path):
-    shown = Page(report.make([leave(kind, *lines) for kind, lines in KINDS.items()], tmp_path / "report").read_text())
+    shown = Page(
+        report.make_report([leave(kind, *lines) for kind, lines in KINDS.items()], tmp_path / "report").read_text()
+    )
     assert {"Loss (line: training, dots: test set, triangles: validation set)", "Critic loss (line: training)"} <= set(
         shown.pictures
     )
@@ -94,7 +96,7 @@ def test_hostile_names_stay_text(leave, tmp_path):
     there = leave(HOSTILE.replace("/", ""), start(100.0, config={HOSTILE: HOSTILE}, reason=HOSTILE, engine=HOSTILE,
                   ranks=[{"host": HOSTILE}], automatic=[HOSTILE], versions={HOSTILE: HOSTILE}), *WHOLE[1:-1],
                   {"event": "error", "time": 107.0, "kind": "failure", "message": HOSTILE})  # fmt: skip
-    shown = Page(report.make([there, leave("other", *WHOLE)], tmp_path / "report").read_text())
+    shown = Page(report.make_report([there, leave("other", *WHOLE)], tmp_path / "report").read_text())
     assert "script" not in shown.tags
     assert not shown.handlers
     assert shown.text.count(HOSTILE) >= 6
@@ -108,7 +110,7 @@ def test_hostile_and_many_names_of_values(leave, tmp_path, monkeypatch):
     there = leave(
         "run", start(100.0, metrics=metrics), *steps(**named), evaluation(105.0, 1, HOSTILE, **{HOSTILE: 1.0})
     )
-    shown = Page(report.make([there], tmp_path / "report").read_text())
+    shown = Page(report.make_report([there], tmp_path / "report").read_text())
     assert "script" not in shown.tags
     assert HOSTILE.replace("_", " ") in shown.text
     assert {"../up (line: training)", "% (line: training)", "Value 0 (line: training)"} <= set(shown.pictures)
@@ -150,7 +152,7 @@ def test_the_axis_fits_the_values(metric, values, scale, leave):
     ids=["no step", "not finite", "no loss of training"],
 )
 def test_little_or_nothing_can_be_drawn(lines, leave, tmp_path):
-    shown = Page(report.make([leave("run", *lines)], tmp_path / "report").read_text())
+    shown = Page(report.make_report([leave("run", *lines)], tmp_path / "report").read_text())
     assert ("img" in shown.tags) == (len(lines) > 1)
 
 
@@ -158,7 +160,7 @@ def test_what_cannot_be_written_or_drawn_is_said_with_the_remedy(leave, tmp_path
     there = leave("run", *WHOLE)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--output-dir .* cannot be written .*: name another"):
-        report.make([there], tmp_path / "file")
+        report.make_report([there], tmp_path / "file")
     monkeypatch.setattr("sys.argv", ["hvdtrain.report", str(there), "--output-dir", str(tmp_path / "to")])
     monkeypatch.setattr("hvdtrain.report.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'hvdtrain\[plot\]'$"):

@@ -90,7 +90,10 @@ def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
     assert summary(tmp_path / "run")["best"] == {
         "metric": "score", "value": 0.9, "epoch": 3, "step": 15, "checkpoint": best,
     }  # fmt: skip
-    assert [path.name for path in checkpoint.listed(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(25), best]
+    assert [path.name for path in checkpoint.checkpoints_in(tmp_path / "run" / "checkpoints")] == [
+        checkpoint.name_of(25),
+        best,
+    ]
     exported = {}
     for flags in ("", "--best"):
         capsys.readouterr()
@@ -98,7 +101,7 @@ def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
         said = capsys.readouterr().out
         assert said.endswith(f"as after step {15 if flags else 25}, score {0.9 if flags else 0.8:.4f}\n")
         exported[flags] = torch.load(tmp_path / "weights.pt", weights_only=True)
-    _, tensors = checkpoint.read(tmp_path / "run" / "checkpoints" / best)
+    _, tensors = checkpoint.read_checkpoint(tmp_path / "run" / "checkpoints" / best)
     assert torch.equal(exported["--best"]["weight"], tensors["model.weight"])
     assert not torch.equal(exported["--best"]["weight"], exported[""]["weight"])
 
@@ -114,7 +117,9 @@ def test_without_an_evaluation_there_is_no_best_one(tmp_path):
 def test_an_epoch_that_is_not_evaluated_is_not_the_best(tmp_path):
     program(tmp_path, every=2, patience=None, epochs=4, values=[0.9, 0, 0.5, 0])
     assert summary(tmp_path)["best"]["epoch"] == 1
-    scores = {path.name: checkpoint.read_facts(path)["best"] for path in checkpoint.listed(tmp_path / "checkpoints")}
+    scores = {
+        path.name: checkpoint.read_facts(path)["best"] for path in checkpoint.checkpoints_in(tmp_path / "checkpoints")
+    }
     assert scores[checkpoint.name_of(20)] is None
     assert [name for name, score in scores.items() if score] == [checkpoint.name_of(15), checkpoint.name_of(5)]
 
@@ -122,17 +127,19 @@ def test_an_epoch_that_is_not_evaluated_is_not_the_best(tmp_path):
 def test_a_best_snapshot_that_waits_for_the_disk_is_not_replaced(tmp_path, monkeypatch):
     import threading
 
-    may_write, write = threading.Event(), checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *what: (may_write.wait(60), write(*what)))
+    may_write, write = threading.Event(), checkpoint.write_checkpoint
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *what: (may_write.wait(60), write(*what)))
     writer = writers.Writer(tmp_path, 1, lambda path, error: None)
     for step, value in enumerate([0.1, 0.9, 0.2, 0.3], 1):
         best = {"metric": "score", "direction": "max", "value": value}
-        writer.put({"format": checkpoint.FORMAT, "best": best, "state": {"step": step}}, {"x": torch.zeros(1)})
+        writer.put(
+            {"format": checkpoint.CHECKPOINT_FORMAT, "best": best, "state": {"step": step}}, {"x": torch.zeros(1)}
+        )
         while step == 1 and writer._waiting:
             threading.Event().wait(0.01)
     may_write.set()
     writer.flush()
-    assert [path.name for path in checkpoint.listed(tmp_path)] == [checkpoint.name_of(4), checkpoint.name_of(2)]
+    assert [path.name for path in checkpoint.checkpoints_in(tmp_path)] == [checkpoint.name_of(4), checkpoint.name_of(2)]
 
 
 def test_a_checkpoint_of_the_best_that_is_damaged_is_said_and_the_next_one_taken(tmp_path, capsys):

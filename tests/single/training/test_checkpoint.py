@@ -37,21 +37,21 @@ FACTS = sound_facts(config={"lr": 0.1, "name": "ä"})
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("sound") / checkpoint.name_of(12)
-    checkpoint.write(path, FACTS, TENSORS)
+    checkpoint.write_checkpoint(path, FACTS, TENSORS)
     return path.read_bytes()
 
 
 def refused(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(checkpoint.Damaged) as caught:
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_written_comes_back(tmp_path):
     path = tmp_path / "new" / checkpoint.name_of(12)
-    checkpoint.write(path, FACTS, TENSORS)
-    facts, tensors = checkpoint.read(path)
+    checkpoint.write_checkpoint(path, FACTS, TENSORS)
+    facts, tensors = checkpoint.read_checkpoint(path)
     assert facts == FACTS
     assert set(tensors) == set(TENSORS)
     for name, tensor in TENSORS.items():
@@ -74,7 +74,7 @@ def test_every_flipped_bit_of_every_byte_is_refused(sound, tmp_path):
 
 def test_parts_of_two_sound_files_do_not_make_one(sound, tmp_path):
     other = tmp_path / "other"
-    checkpoint.write(other, FACTS, {**TENSORS, "buffers": TENSORS["buffers"] + 1})
+    checkpoint.write_checkpoint(other, FACTS, {**TENSORS, "buffers": TENSORS["buffers"] + 1})
     header = 8 + struct.unpack("<Q", sound[:8])[0]
     refused(tmp_path / "mixed", sound[:header] + other.read_bytes()[header:])
 
@@ -84,7 +84,7 @@ def test_wrong_keys_are_refused(change, tmp_path):
     from safetensors.torch import save_file
 
     tensors, facts = dict(TENSORS), json.dumps(FACTS)
-    metadata = {"facts": facts, "sha256": checkpoint.digest(facts, tensors)}
+    metadata = {"facts": facts, "sha256": checkpoint.checkpoint_digest(facts, tensors)}
     if change == "renamed tensor":
         tensors["model.other"] = tensors.pop("model.weight")
     if change == "no tensor":
@@ -95,13 +95,15 @@ def test_wrong_keys_are_refused(change, tmp_path):
         del metadata["sha256"]
     save_file(tensors, tmp_path / "x", metadata)
     with pytest.raises(checkpoint.Damaged):
-        checkpoint.read(tmp_path / "x")
+        checkpoint.read_checkpoint(tmp_path / "x")
 
 
-@pytest.mark.parametrize("facts", [FACTS | {"format": checkpoint.FORMAT + 1}, ["not an object"]], ids=["later", "list"])
+@pytest.mark.parametrize(
+    "facts", [FACTS | {"format": checkpoint.CHECKPOINT_FORMAT + 1}, ["not an object"]], ids=["later", "list"]
+)
 def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(facts, tmp_path):
     path = tmp_path / checkpoint.name_of(12)
-    checkpoint.write(path, facts, TENSORS)
+    checkpoint.write_checkpoint(path, facts, TENSORS)
     with pytest.raises(UserError, match=f"{path}: another version of hvdtrain wrote this checkpoint: use that one"):
         checkpoint.newest(tmp_path, print)
     assert path.exists()
@@ -114,7 +116,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
 
     torch.save({"model": Trap()}, tmp_path / "trap")
     with pytest.raises(checkpoint.Damaged):
-        checkpoint.read(tmp_path / "trap")
+        checkpoint.read_checkpoint(tmp_path / "trap")
     assert not (tmp_path / "ran").exists()
 
 
@@ -122,7 +124,7 @@ def write_some(directory: Path, steps, value=lambda step: None, direction="max")
     for step in steps:
         best = None if value(step) is None else {"metric": "x", "direction": direction, "value": value(step)}
         facts = {**FACTS, "state": {**FACTS["state"], "step": step}, "best": best}
-        checkpoint.write(directory / checkpoint.name_of(step), facts, TENSORS)
+        checkpoint.write_checkpoint(directory / checkpoint.name_of(step), facts, TENSORS)
 
 
 def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
@@ -224,7 +226,7 @@ def test_what_cannot_be_read_for_now_is_not_removed(tmp_path, monkeypatch):
     writer.put({**FACTS, "state": {"epoch": 1, "step": 6}}, TENSORS)
     writer.flush()
     assert writer.failed is None
-    assert len(checkpoint.listed(tmp_path)) == 6
+    assert len(checkpoint.checkpoints_in(tmp_path)) == 6
 
 
 def test_a_run_reads_the_header_of_each_earlier_checkpoint_once_and_of_its_own_never(tmp_path, monkeypatch):
@@ -238,7 +240,9 @@ def test_a_run_reads_the_header_of_each_earlier_checkpoint_once_and_of_its_own_n
         writer.put({**FACTS, "state": {**FACTS["state"], "step": step}, "best": best}, TENSORS)
         writer.flush()
     assert sorted(read) == [checkpoint.name_of(step) for step in (1, 2, 3)]
-    assert [path.name for path in checkpoint.listed(tmp_path)] == [checkpoint.name_of(step) for step in (8, 7, 5)]
+    assert [path.name for path in checkpoint.checkpoints_in(tmp_path)] == [
+        checkpoint.name_of(step) for step in (8, 7, 5)
+    ]
 
 
 @pytest.mark.parametrize("value", [None, "x", [1], float("nan"), 10**400])
@@ -266,7 +270,9 @@ def test_prune_keeps_the_newest_and_the_best(direction, sign, tmp_path):
 )
 def test_automatic_checkpoints_do_not_displace_others(automatic, keep, left, tmp_path):
     for step in range(1, 8):
-        checkpoint.write(tmp_path / checkpoint.name_of(step), {**FACTS, "automatic": step in automatic}, TENSORS)
+        checkpoint.write_checkpoint(
+            tmp_path / checkpoint.name_of(step), {**FACTS, "automatic": step in automatic}, TENSORS
+        )
         writers.prune(tmp_path, keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in left]
 
@@ -274,7 +280,7 @@ def test_automatic_checkpoints_do_not_displace_others(automatic, keep, left, tmp
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "replace", "directory"])
 def test_a_failing_system_call_leaves_the_last_good_one_alone(call, tmp_path, monkeypatch):
     path = tmp_path / checkpoint.name_of(1)
-    checkpoint.write(path, FACTS, TENSORS)
+    checkpoint.write_checkpoint(path, FACTS, TENSORS)
     before = path.read_bytes()
 
     def fail(*args, **kwargs):
@@ -304,10 +310,10 @@ def test_a_failing_system_call_leaves_the_last_good_one_alone(call, tmp_path, mo
     else:
         monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}[call], fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        checkpoint.write(path, {**FACTS, "at": 2}, TENSORS)
+        checkpoint.write_checkpoint(path, {**FACTS, "at": 2}, TENSORS)
     monkeypatch.undo()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # no half a file left
-    checkpoint.read(path)
+    checkpoint.read_checkpoint(path)
     assert call == "directory" or path.read_bytes() == before
 
 
@@ -326,14 +332,17 @@ def test_writer_goes_on_after_a_failure_and_says_it(tmp_path):
     assert writer.failed is None
     assert [name for name, _ in told] == [checkpoint.name_of(step) for step in (1, 2, 3, 4)]
     assert [error is None for _, error in told] == [False, True, True, True]
-    assert [path.name for path in checkpoint.listed(directory)] == [checkpoint.name_of(4), checkpoint.name_of(3)]
+    assert [path.name for path in checkpoint.checkpoints_in(directory)] == [
+        checkpoint.name_of(4),
+        checkpoint.name_of(3),
+    ]
 
 
 def test_a_snapshot_waits_until_the_one_before_is_written_unless_that_takes_longer_than_a_step(tmp_path, monkeypatch):
     """Steps of milliseconds replaced each snapshot that waited: a run that was killed lost several, or began anew."""
     steps: list[int] = []
-    goes_on, write = threading.Event(), checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *what: (time.sleep(0.02), write(*what)))
+    goes_on, write = threading.Event(), checkpoint.write_checkpoint
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *what: (time.sleep(0.02), write(*what)))
 
     def writer(patience):
         return writers.Writer(tmp_path, 9, lambda path, _: steps.append(int(path.stem[5:])), patience=patience)
@@ -343,7 +352,7 @@ def test_a_snapshot_waits_until_the_one_before_is_written_unless_that_takes_long
         assert steps[: step - 2] == list(range(1, step - 1))
         patient.put({**FACTS, "state": {"step": step}}, TENSORS)
     patient.flush()
-    monkeypatch.setattr(checkpoint, "write", lambda *what: (goes_on.wait(60), write(*what)))
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *what: (goes_on.wait(60), write(*what)))
     for step in range(6, 60):
         hurried.put({**FACTS, "state": {"step": step}}, TENSORS)
     goes_on.set()
@@ -367,7 +376,7 @@ def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing(owner, nam
 
     monkeypatch.setattr(owner, name, move)
     with pytest.raises(OSError, match=r"out was moved while this run writes there|No such file"):
-        checkpoint.write(out / "checkpoints" / checkpoint.name_of(1), FACTS, TENSORS, lock)
+        checkpoint.write_checkpoint(out / "checkpoints" / checkpoint.name_of(1), FACTS, TENSORS, lock)
     assert moved
     assert not list((out / "checkpoints").iterdir())
     lock.release()
@@ -389,5 +398,5 @@ def test_a_file_system_without_fsync_still_gets_checkpoints(code, tmp_path, monk
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    checkpoint.write(tmp_path / checkpoint.name_of(12), FACTS, TENSORS)
-    assert checkpoint.read(tmp_path / checkpoint.name_of(12))[0] == FACTS
+    checkpoint.write_checkpoint(tmp_path / checkpoint.name_of(12), FACTS, TENSORS)
+    assert checkpoint.read_checkpoint(tmp_path / checkpoint.name_of(12))[0] == FACTS

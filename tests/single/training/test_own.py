@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain.checkpoint.own import Buffers, ExtraState, Moment, Own, Provider, Saved, Unlike, mean
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.portable import difference
+from hvdtrain.engines.portable import difference_of_values
 from hvdtrain.engines.single import SerialEngine
 
 ENGINE = SerialEngine(tuning=False, rank=0, size=1, launcher="")
@@ -67,7 +67,7 @@ def test_each_rank_gets_what_it_had_of_any_type_and_length():
     assert [one.rank for one in into.loaded] == [0, 1, 2]
     for value, saved in zip(VALUES, into.loaded, strict=True):
         assert saved.goes_on
-        assert not difference(value, saved.state)
+        assert not difference_of_values(value, saved.state)
 
 
 @pytest.mark.parametrize(("count", "same"), [(2, False), (4, False), (3, True)])
@@ -76,8 +76,8 @@ def test_on_other_ranks_all_are_there_and_each_gets_that_of_rank_0(count, same):
     carried(Kept(*VALUES), into, count, same=same)
     for saved in into.loaded:
         assert not saved.goes_on
-        assert not difference(VALUES, saved.states)
-        assert not difference(VALUES[0], saved.state)
+        assert not difference_of_values(VALUES, saved.states)
+        assert not difference_of_values(VALUES[0], saved.state)
 
 
 @pytest.mark.parametrize(("values", "count"), [((VALUES[2],) * 3, 0), ((VALUES[2], VALUES[2], VALUES[1]), 3)])
@@ -86,7 +86,7 @@ def test_what_should_be_alike_is_saved_if_it_is_not(values, count):
     carried(Kept(*values, only_if_unlike=True), into, 3)
     assert sum(state is not None for state in into.loaded[0].states) == count
     if count:
-        assert not difference(values[2], into.loaded[2].state)
+        assert not difference_of_values(values[2], into.loaded[2].state)
 
 
 def test_a_provider_that_the_checkpoint_lacks_gets_none_and_the_read_is_freed():

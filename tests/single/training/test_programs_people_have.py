@@ -104,8 +104,8 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
     sums = []
     for name, whole, part in (("plain", False, False), ("whole", True, False), ("part", False, True)):
         compiled(tmp_path / name, whole, part)
-        newest = checkpoint.listed(tmp_path / name / "checkpoints")[0]
-        tensors = checkpoint.read(newest)[1]
+        newest = checkpoint.checkpoints_in(tmp_path / name / "checkpoints")[0]
+        tensors = checkpoint.read_checkpoint(newest)[1]
         assert {key for key in tensors if key.startswith("model")} == {f"model.{n}" for n in network().state_dict()}
         assert "_orig_mod" not in bytes(tensors["objects"].tolist()).decode()
         sums.append(summary(tmp_path / name)["parameters_sha256"])
@@ -114,10 +114,10 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
 
 def test_a_run_may_be_continued_compiled_or_not_also_from_an_older_checkpoint(tmp_path):
     compiled(tmp_path, epochs=1)
-    newest = checkpoint.listed(tmp_path / "checkpoints")[0]
-    facts, tensors = checkpoint.read(newest)
+    newest = checkpoint.checkpoints_in(tmp_path / "checkpoints")[0]
+    facts, tensors = checkpoint.read_checkpoint(newest)
     old = {name.replace("model.", "model._orig_mod."): tensor for name, tensor in tensors.items()}
-    checkpoint.write(newest, facts, old)
+    checkpoint.write_checkpoint(newest, facts, old)
     assert compiled(tmp_path, False, epochs=2).run.state.epoch == 2
     assert compiled(tmp_path, epochs=3).run.state.epoch == 3
 

@@ -50,7 +50,7 @@ def copy(finished, tmp_path):
 
 
 def test_keep_keeps_so_many_and_the_best(finished):
-    names = [path.name for path in checkpoint.listed(finished / "checkpoints")]
+    names = [path.name for path in checkpoint.checkpoints_in(finished / "checkpoints")]
     assert names[:2] == [checkpoint.name_of(4), checkpoint.name_of(3)]
     first, second = (line["accuracy"] for line in events(finished, "evaluate"))
     assert names[2:] == ([checkpoint.name_of(2)] if first > second else [])
@@ -63,7 +63,7 @@ def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monke
         directory = tmp_path / f"out{len(flags)}"
         assert alone(directory, f"--batch-size 16 {flags}") == 0
         saved[flags] = {line["step"] for line in events(directory, "checkpoint")}
-        facts = checkpoint.read(checkpoint.listed(directory / "checkpoints")[0])[0]
+        facts = checkpoint.read_checkpoint(checkpoint.checkpoints_in(directory / "checkpoints")[0])[0]
         assert not facts["automatic"]  # the last epoch's
     assert saved["--checkpoint-steps 0"] <= {8, 16}
     assert len(saved[""]) > 3
@@ -91,7 +91,7 @@ def test_another_configuration_is_refused_with_the_flags_named(flags, copy):
 
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
     expected = results(copy)
-    newest = checkpoint.listed(copy / "checkpoints")[0]
+    newest = checkpoint.checkpoints_in(copy / "checkpoints")[0]
     newest.write_bytes(newest.read_bytes()[:-100])
     assert alone(copy, "--checkpoint-steps 1 --keep 2") == 0
     assert f"{checkpoint.name_of(4)} is damaged" in capfd.readouterr().err
@@ -108,16 +108,16 @@ def test_where_no_checkpoint_is_left_or_sound_nothing_begins_anew_by_itself(copy
     assert (copy / "metrics.jsonl").read_text() == before
     assert not (copy / "checkpoints").exists()
     (copy / "elsewhere").rename(copy / "checkpoints")
-    paths = checkpoint.listed(copy / "checkpoints")
+    paths = checkpoint.checkpoints_in(copy / "checkpoints")
     for path in paths:
         path.write_bytes(b"")
     for _ in range(2):
         with pytest.raises(UserError, match=r"^all checkpoints in .* are damaged .*: put one back .* --resume never"):
             alone(copy)
-        assert checkpoint.listed(copy / "checkpoints") == paths
+        assert checkpoint.checkpoints_in(copy / "checkpoints") == paths
     assert alone(copy, "--resume never") == 0
     assert results(copy) == results(finished)
-    assert checkpoint.listed(copy / "checkpoints.1") != []
+    assert checkpoint.checkpoints_in(copy / "checkpoints.1") != []
     assert events(copy, "resume") == []
 
 
@@ -129,11 +129,11 @@ def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monke
 
     before = sorted(path.name for path in copy.rglob("*"))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "read", fail)
+        patch.setattr(checkpoint, "read_checkpoint", fail)
         with pytest.raises(Failure, match=r"no checkpoint in \S+ can be read \(Input/output error\)"):
             alone(copy)
         with pytest.raises(Failure, match=r"--resume \S+ cannot be read \(Input/output error\): start again once"):
-            alone(copy, f"--resume {checkpoint.listed(copy / 'checkpoints')[0]}")
+            alone(copy, f"--resume {checkpoint.checkpoints_in(copy / 'checkpoints')[0]}")
     assert sorted(path.name for path in copy.rglob("*")) == before
     assert alone(copy) == 0
 
@@ -148,7 +148,7 @@ def test_a_finished_run_started_again_says_the_same_and_half_a_line_of_metrics_i
 
 
 def test_a_named_checkpoint_is_continued_elsewhere(copy, tmp_path):
-    named = checkpoint.listed(copy / "checkpoints")[1]
+    named = checkpoint.checkpoints_in(copy / "checkpoints")[1]
     assert alone(tmp_path / "new", f"--resume {named}") == 0
     assert results(tmp_path / "new") == results(copy)
     for wrong, complaint in ((tmp_path / "none", "No such file"), (copy / "metrics.jsonl", "name a valid checkpoint")):
@@ -168,7 +168,7 @@ def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monke
 
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
-    monkeypatch.setattr("hvdtrain.checkpoint.resume.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("hvdtrain.checkpoint.resume.RUN_LOCK_SECONDS", 0.3)
     held = Lock(copy, 1)
     try:
         with pytest.raises(UserError, match="another run writes to"):
@@ -237,10 +237,10 @@ def test_a_path_without_room_for_the_names_of_checkpoints_is_said_at_the_start(t
 
 
 def test_more_samples_than_an_epoch_has_are_refused(copy):
-    newest = checkpoint.listed(copy / "checkpoints")[0]
-    facts, tensors = checkpoint.read(newest)
+    newest = checkpoint.checkpoints_in(copy / "checkpoints")[0]
+    facts, tensors = checkpoint.read_checkpoint(newest)
     facts["state"] |= dict(epoch=1, samples=10**9, samples_of_epoch=10**6)
-    checkpoint.write(newest, facts, tensors)
+    checkpoint.write_checkpoint(newest, facts, tensors)
     with pytest.raises(UserError, match=r"the checkpoint does not match the data: 1000000 samples of this epoch"):
         alone(copy, "--checkpoint-steps 1 --keep 2")
 
@@ -256,7 +256,7 @@ def test_a_pipe_in_place_of_the_record_is_put_aside(copy):
 @pytest.mark.parametrize("kind", UNWRITABLE)
 def test_training_goes_on_where_nothing_can_be_said(kind, tmp_path, monkeypatch):
     """The warning of a checkpoint that failed ended the thread that writes them, and the run waited for it for 600 s."""
-    write, failed = checkpoint.write, []
+    write, failed = checkpoint.write_checkpoint, []
 
     def fail_once(path, *rest):
         if not failed:
@@ -264,7 +264,7 @@ def test_training_goes_on_where_nothing_can_be_said(kind, tmp_path, monkeypatch)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, *rest)
 
-    monkeypatch.setattr(checkpoint, "write", fail_once)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fail_once)
     monkeypatch.setattr(writers, "PATIENCE_SECONDS", 20.0)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, UNWRITABLE[kind]())
@@ -283,7 +283,7 @@ def test_a_removed_directory_is_made_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training.Run, "evaluating", remove)
     assert alone(tmp_path / "out") == 0
-    checkpoint.read(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
+    checkpoint.read_checkpoint(tmp_path / "out" / "checkpoints" / checkpoint.name_of(4))
 
 
 REMEDIES = {
@@ -295,7 +295,7 @@ REMEDIES = {
 
 @pytest.mark.parametrize("number", REMEDIES)
 def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_left(tmp_path, monkeypatch, number):
-    write = checkpoint.write
+    write = checkpoint.write_checkpoint
 
     def fail_at_the_end(path, *rest):
         if path.name == checkpoint.name_of(4):
@@ -303,7 +303,7 @@ def test_a_last_checkpoint_that_cannot_be_written_says_what_to_do_and_what_is_le
         write(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", fail_at_the_end)
+        patch.setattr(checkpoint, "write_checkpoint", fail_at_the_end)
         with pytest.raises(Failure) as failure:
             alone(tmp_path, "--checkpoint-steps 1")
     place = tmp_path / "checkpoints"

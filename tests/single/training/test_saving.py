@@ -49,14 +49,14 @@ def test_a_snapshot_is_contiguous_and_does_not_change_with_the_weights():
 
 def test_an_exception_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch, capfd):
     """The lock was released first: "not written (AssertionError()): training continues", of which neither was true."""
-    raised, digest = threading.Event(), checkpoint.digest
+    raised, digest = threading.Event(), checkpoint.checkpoint_digest
 
     def late(*arguments):
         assert raised.wait(60)
         time.sleep(0.3)  # the exception has reached the end of the block meanwhile
         return digest(*arguments)
 
-    monkeypatch.setattr(checkpoint, "digest", late)
+    monkeypatch.setattr(checkpoint, "checkpoint_digest", late)
 
     def fail(t, epoch):
         if epoch == 1:
@@ -65,5 +65,5 @@ def test_an_exception_waits_for_the_checkpoint_that_is_being_written(tmp_path, m
 
     with pytest.raises(ZeroDivisionError):
         Trained(out=tmp_path, head=fail)
-    assert checkpoint.read(tmp_path / "checkpoints" / checkpoint.name_of(5))[0]["state"]["epoch"] == 1
+    assert checkpoint.read_checkpoint(tmp_path / "checkpoints" / checkpoint.name_of(5))[0]["state"]["epoch"] == 1
     assert "not written" not in capfd.readouterr().err

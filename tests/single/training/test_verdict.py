@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.features.non_finite import finite, not_finite, takes_flag
+from hvdtrain.features.non_finite import gradients_are_finite, not_finite, takes_flag
 from hvdtrain.loop.prepare import fuse
 
 on_cpu = pytest.mark.skipif(
@@ -33,7 +33,7 @@ def test_the_flag_says_what_the_check_says(dtype, bad):
     assert flag.dtype == torch.float32
     assert flag.shape == ()
     assert bool(flag) is (bad is not None)
-    assert finite(made) is (bad is None)
+    assert gradients_are_finite(made) is (bad is None)
 
 
 def test_large_gradients_in_half_precision_are_finite():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hvdtrain import training
 from hvdtrain.engines import tree, virtual
+from hvdtrain.engines.choice import cores_of_rank
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.start import cores_of_rank
 from hvdtrain.features import virtual_ranks
 from tests.single.training import small
 

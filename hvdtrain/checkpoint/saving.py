@@ -120,8 +120,8 @@ class Checkpoints:
         if directory is None or self.engine.rank != 0:
             return
         try:
-            if not self.resume.continues and checkpoint.listed(directory):
-                directory.rename(files.unused(directory))
+            if not self.resume.continues and checkpoint.checkpoints_in(directory):
+                directory.rename(files.unused_name(directory))
         except OSError as error:
             message = f"{directory} cannot be moved aside ({error.strerror})"
             raise UserError(f"{message}: name another --output-dir") from error
@@ -234,7 +234,7 @@ class Checkpoints:
         (facts, live, states), before = collected, self.resume.facts or {}
         facts["registered_types"] |= {name: contents.type_of(one) for name, one in self.generators.registered.items()}
         facts |= about | {
-            "format": checkpoint.FORMAT,
+            "format": checkpoint.CHECKPOINT_FORMAT,
             "state": asdict(state),
             "evaluation": moment.evaluation,
             "head": self.resumed_epoch.changed_at_head(),
@@ -271,7 +271,7 @@ class Checkpoints:
                 self._writer.flush(heartbeat)
                 path = self.resume.directory / checkpoint.name_of(step)
                 try:
-                    _, tensors = checkpoint.read(path)
+                    _, tensors = checkpoint.read_checkpoint(path)
                 except (checkpoint.Damaged, OSError) as error:
                     raise Failure(f"the best checkpoint, {path}, cannot be read ({error})") from error
                 contents.load_models(tensors, models)

@@ -1,7 +1,7 @@
 """Loads MNIST, Fashion-MNIST or the embedded digits into memory.
 
-    from hvdtrain.datasets import mnist
-    data = mnist.load("auto", data_dir=None)
+    from hvdtrain.datasets import mnist_data
+    data = mnist_data.load_dataset("auto", data_dir=None)
     print(data.reason)
 
 The content of every MNIST and Fashion-MNIST file is compared with its published SHA-256; a file that differs is an error.
@@ -30,11 +30,11 @@ from torch import Tensor
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError, one_line, why
 
-NAMES = ("auto", "mnist", "fashion-mnist", "digits")
+DATASET_NAMES = ("auto", "mnist", "fashion-mnist", "digits")
 SIDE = 28  # pixels
-UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what reading and `unpacked` may raise
+UNSOUND = (OSError, EOFError, ValueError, zlib.error)  # what reading and `unpacked_file` may raise
 # Of a mirror, without a byte; also for its first answer, with name resolution, connection and TLS.
-SILENCE_SECONDS = 5.0
+DOWNLOAD_SILENCE_SECONDS = 5.0
 TOTAL_SECONDS = 120.0  # for all files together
 
 
@@ -115,7 +115,7 @@ class NotThere(Exception):
     """The dataset was not found and could not be downloaded. The message is one line without a remedy."""
 
 
-def load(
+def load_dataset(
     name: str = "auto",
     data_dir: str | os.PathLike[str] | None = None,
     *,
@@ -130,8 +130,8 @@ def load(
 
     Raises UserError. Takes a few seconds without a network, at most about TOTAL_SECONDS with a slow one.
     """
-    if name not in NAMES:
-        raise UserError(f"there is no dataset {name!r}: choose one of {', '.join(NAMES)}")
+    if name not in DATASET_NAMES:
+        raise UserError(f"there is no dataset {name!r}: choose one of {', '.join(DATASET_NAMES)}")
     root = None if data_dir is None else _named_directory(data_dir)
     because = "as asked"
     if name != "digits":
@@ -209,14 +209,14 @@ def _find(published: Published, places: Sequence[Path]) -> dict[File, Path]:
 def _read(published: Published, file: File, path: Path) -> Tensor:
     """Return the images or labels of a file, uint8. Raises UserError for a file that is not the published one."""
     try:
-        with files.opened(path) as stream:
-            content = bytearray(unpacked(published, file, stream.read(file.most_bytes)))
+        with files.opened_for_reading(path) as stream:
+            content = bytearray(unpacked_file(published, file, stream.read(file.most_bytes)))
     except UNSOUND as error:
         raise UserError(f"{path} cannot be used ({why(error)}): check it, replace it, or remove it") from None
     return torch.frombuffer(content, dtype=torch.uint8, offset=file.header).view(file.shape)
 
 
-def unpacked(published: Published, file: File, packed: bytes) -> bytes:
+def unpacked_file(published: Published, file: File, packed: bytes) -> bytes:
     """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one.
 
     At most one byte more than the published size is unpacked.
@@ -245,11 +245,11 @@ def _download(published: Published, missing: Sequence[File], target: Path) -> No
         while left:
             try:
                 packed = get(f"{mirror}{left[0].name}.gz", left[0].most_bytes, deadline)
-                unpacked(published, left[0], packed)
+                unpacked_file(published, left[0], packed)
             except (HTTPException, *UNSOUND) as error:  # HTTPException: a damaged chunk
                 problems.append(f"{urlsplit(mirror).netloc}: {one_line(error)}")
                 break
-            atomic.write(target / f"{left.pop(0).name}.gz", packed)
+            atomic.write_atomically(target / f"{left.pop(0).name}.gz", packed)
     if left:
         raise NotThere("; ".join(problems))
 
@@ -269,7 +269,7 @@ def get(url: str, limit: int, deadline: float) -> bytes:
             # Takes proxies from the environment. A redirect to http does no harm: the content is verified.
             request = urllib.request.Request(url, headers={"User-Agent": "hvdtrain"})
             # The loop below notices a silence first, and says so.
-            with urllib.request.urlopen(request, timeout=2 * SILENCE_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=2 * DOWNLOAD_SILENCE_SECONDS) as answer:
                 while not over.is_set() and (part := answer.read1(1 << 18)):
                     parts.put(part)
             parts.put(b"")
@@ -281,16 +281,16 @@ def get(url: str, limit: int, deadline: float) -> bytes:
     try:
         while len(body) <= limit:
             left = deadline - time.monotonic()
-            part = parts.get(timeout=max(0.0, min(left, SILENCE_SECONDS)))
+            part = parts.get(timeout=max(0.0, min(left, DOWNLOAD_SILENCE_SECONDS)))
             if isinstance(part, Exception):
                 raise part
             if not part:
                 return bytes(body)
             body += part
     except queue.Empty:
-        if left < SILENCE_SECONDS:
+        if left < DOWNLOAD_SILENCE_SECONDS:
             raise TimeoutError(f"not done after {TOTAL_SECONDS:.0f} seconds in total") from None
-        raise TimeoutError(f"no answer in {SILENCE_SECONDS:.2g} seconds") from None
+        raise TimeoutError(f"no answer in {DOWNLOAD_SILENCE_SECONDS:.2g} seconds") from None
     finally:
         over.set()
     raise ValueError(f"sent more than the {limit:,} bytes that are possible")

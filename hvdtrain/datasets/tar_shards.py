@@ -152,7 +152,10 @@ def open_shards(
     found: object = None
     with engine.raising_together("shards"):
         if engine.rank == 0:
-            train_names, test_names = find("train", patterns[0], data_dir), find("val", patterns[1], data_dir)
+            train_names, test_names = (
+                find_shards("train", patterns[0], data_dir),
+                find_shards("val", patterns[1], data_dir),
+            )
             names = train_names + test_names
             found = [names, len(train_names), choose_classes(names, classes), expected_samples(names)]
     names, count, classes, expected = engine.broadcast_object(found, "shards")
@@ -179,7 +182,7 @@ def open_shards(
     return Opened(train, test, classes, facts, damaged)
 
 
-def find(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
+def find_shards(split: str, pattern: str | None, data_dir: Path | None) -> list[str]:
     """Return the shards that match `pattern`; without a pattern, those of `split` in `data_dir`. Raises UserError if there
     are none."""
     flag = f"--{'train' if split == 'train' else 'test'}-shards"
@@ -301,7 +304,7 @@ def save(path: Path, index: ShardIndex) -> None:
     content = json.dumps(index.header()).encode() + b"\n" + index.table.numpy().tobytes()
     for place in places(path):
         with contextlib.suppress(OSError):
-            atomic.write(place, content)
+            atomic.write_atomically(place, content)
             return
 
 
@@ -312,7 +315,7 @@ def load(path: Path, shard: os.stat_result) -> ShardIndex | None:
     """
     most = shard.st_size // BLOCK  # samples: each has at least one tar header
     try:
-        with files.opened(path) as file:
+        with files.opened_for_reading(path) as file:
             header = json.loads(file.readline(LONGEST_LINE))
             rows = bytearray(file.read(most * ROW_BYTES + 1))
     except (OSError, ValueError, RecursionError):
@@ -333,7 +336,7 @@ def scan(path: Path) -> ShardIndex:
     """Read a tar file from beginning to end and return its index. Raises OSError; UserError if it is compressed."""
     rows, problem = array("q"), None
     odd: list[str] = []
-    with files.opened(path) as file:
+    with files.opened_for_reading(path) as file:
         stat = os.fstat(file.fileno())
         if file.read(6).startswith(COMPRESSED):
             raise UserError(f"{path} is compressed: unpack it")

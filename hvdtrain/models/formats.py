@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import is_extra, own_name
+from hvdtrain.engines.modules import is_extra, uncompiled_name
 
 WEIGHTS = (".safetensors", ".pt")
 PROGRAMS = (".pt2", ".onnx")
@@ -25,10 +25,10 @@ def require_kind(path: Path) -> str:
     return path.suffix
 
 
-def write(kind: str, model: nn.Module, example: Sequence[Tensor], path: Path) -> None:
+def write_export(kind: str, model: nn.Module, example: Sequence[Tensor], path: Path) -> None:
     """Write a model's weights, or its program. Raises UserError or Failure if that fails."""
     if kind in WEIGHTS:
-        write_weights({own_name(name): value for name, value in model.state_dict().items()}, path)
+        write_weights({uncompiled_name(name): value for name, value in model.state_dict().items()}, path)
     else:
         write_program(model, example, path)
 
@@ -47,15 +47,15 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
 
         content: bytes | memoryview = save(whole)
     else:
-        content = written(lambda to: torch.save(whole, to))
+        content = export_bytes(lambda to: torch.save(whole, to))
     try:
-        atomic.write(path, content, sync=False)
+        atomic.write_atomically(path, content, sync=False)
     except OSError as error:
         raise files.unwritten(path, error) from error
 
 
-def written(write: Callable[[BytesIO], None]) -> memoryview:
-    """Return what `write` writes to a file. In memory: torch's writer ends the process where a disk is full."""
+def export_bytes(write: Callable[[BytesIO], None]) -> memoryview:
+    """Return what `write_export` writes to a file. In memory: torch's writer ends the process where a disk is full."""
     write(content := BytesIO())
     return content.getbuffer()
 
@@ -75,7 +75,7 @@ def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> No
     try:
         if path.suffix == ".pt2":
             program = torch.export.export(model, inputs, dynamic_shapes=shapes)
-            atomic.write(path, written(lambda to: torch.export.save(program, to)), sync=False)
+            atomic.write_atomically(path, export_bytes(lambda to: torch.export.save(program, to)), sync=False)
         else:
             with atomic.replacing_several(path) as place:  # above 2 GB, weights are in a second file
                 torch.onnx.export(model, inputs, place, dynamo=True, dynamic_shapes=shapes, verbose=False)

@@ -12,14 +12,14 @@ from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, near_gpu, stay_on, threads_for, turn_on
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
+from hvdtrain.engines.library_settings import keep_freed_memory
 from hvdtrain.engines.lines import write_whole_lines
-from hvdtrain.engines.tuning import keep_freed_memory
 from hvdtrain.guards import limits
 
-refused_in_worker = False  # whether `start` was called while multiprocessing imported the program
+refused_in_worker = False  # whether `start_engine` was called while multiprocessing imported the program
 
 
-def start(
+def start_engine(
     name: str, *, tuning: bool = True, device: str = "auto", threads: int | None = None, deterministic: bool = False
 ) -> Engine:
     """Start the engine `name` and return it, after a check against rank and size in the launcher's variables.

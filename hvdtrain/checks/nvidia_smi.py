@@ -16,7 +16,7 @@ import torch
 
 from hvdtrain.checks.findings import Findings, Here
 
-LIMIT = 60.0  # seconds: without nvidia-persistenced, the driver starts each GPU first
+NVIDIA_SMI_SECONDS = 60.0  # seconds: without nvidia-persistenced, the driver starts each GPU first
 ABOUT = ("name", "memory.total", "driver_version", "mig.mode.current", "compute_mode")
 # Query, what a sound GPU answers (brackets: it has no such counter), and what else that means. As answered by nvidia-smi 580
 # on an H200.
@@ -39,9 +39,9 @@ def answer(query: str) -> list[list[str]]:
         raise FileNotFoundError(errno.ENOENT, "no nvidia-smi on PATH")
     try:
         command = [path, f"--query-{query}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"nvidia-smi gave no answer in {LIMIT:.0f} s") from error
+        raise OSError(f"nvidia-smi gave no answer in {NVIDIA_SMI_SECONDS:.0f} s") from error
     lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
     if "is not a valid field" in lines[0] or "not recognized" in lines[0]:
         raise NotKnown(lines[0])
@@ -62,10 +62,10 @@ def check_gpus(findings: Findings, here: Here) -> None:
     # Trap: `device_count` alone asks NVML, which counts GPUs for which the driver is too old.
     seen = torch.cuda.device_count() if here.gpus else 0
     check_gpu_errors(findings, here)
-    judge(findings, there, seen, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    judge_gpus(findings, there, seen, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def judge(findings: Findings, there: Sequence[Sequence[str]], seen: int, visible: str | None) -> None:
+def judge_gpus(findings: Findings, there: Sequence[Sequence[str]], seen: int, visible: str | None) -> None:
     """Add the findings. there: the values of ABOUT, by GPU. seen: number of GPUs that torch sees. visible:
     CUDA_VISIBLE_DEVICES."""
     for (name, memory, driver, mig, mode), count in Counter(map(tuple, there)).items():

@@ -20,7 +20,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
-from hvdtrain.inputs.inputs import CHANGES, Batch, Input, Kind
+from hvdtrain.inputs.inputs import CHANGES, Batch, Input, InputKind
 from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.sameness import (
     DRIFTS,
@@ -28,9 +28,9 @@ from hvdtrain.inputs.sameness import (
     OF_MAIN,
     SPLIT,
     Compared,
-    difference,
+    compared_samples,
+    difference_of_samples,
     require_same,
-    some_of,
     split_of,
 )
 from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
@@ -68,7 +68,7 @@ class Loader(Input):
         sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
         if any(
             type(part).__module__ == RandomSampler.__module__ and getattr(part, "generator", None)
-            for part in parts_of(sampler)
+            for part in nested_samplers(sampler)
         ):
             output.say_once(
                 "samples: in an order by --seed and the epoch, also of a sampler with a generator= of its own"
@@ -98,14 +98,14 @@ class Loader(Input):
 
     def _split_now(self) -> int | None:
         sampler = self._given.sampler if self._given.batch_size is not None else self._given.batch_sampler
-        return split_of(self._given.dataset, *parts_of(sampler))
+        return split_of(self._given.dataset, *nested_samplers(sampler))
 
     def order(self, seed: int, epoch: int) -> Tensor:
         return plain_order(self._given, self.samples, seed, epoch)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
         batches = ((epoch, batch.indices.tolist()) for epoch, batch in jobs)
-        numbers = [] if self._compared else some_of(self.order(self._seed, self._epoch))
+        numbers = [] if self._compared else compared_samples(self.order(self._seed, self._epoch))
         self._jobs.begin(chain([(COMPARISON, numbers)] if numbers else [], batches))
         self._batches = None  # ends the workers of the epoch before
         loader = self._loader
@@ -192,11 +192,11 @@ class Jobs:
         return 0
 
 
-def parts_of(sampler: Any) -> Iterator[Any]:
+def nested_samplers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler and those that it holds, such as the sampler of a BatchSampler."""
     yield sampler
     held = getattr(sampler, "__dict__", {}).values()
-    yield from chain.from_iterable(parts_of(value) for value in held if isinstance(value, Sampler))
+    yield from chain.from_iterable(nested_samplers(value) for value in held if isinstance(value, Sampler))
 
 
 def is_stateful(what: object) -> bool:
@@ -298,7 +298,7 @@ def warn_of_main(numbers: Sequence[int], in_rank: Compared, in_worker: Compared,
     """Warn if a worker reads other samples than the rank, because the data set uses what main() has set in the rank."""
     for number, one, other in zip(numbers, in_worker, in_rank, strict=False):
         line = f"sample {number} can be read in the rank, and not in a DataLoader worker" if one is None else None
-        line = line or difference(number, one or [], other or [], "in a DataLoader worker", "in the rank")
+        line = line or difference_of_samples(number, one or [], other or [], "in a DataLoader worker", "in the rank")
         if other is not None and line:
             lines.warn_once(f"{line}: {remedy}")
             return
@@ -319,7 +319,7 @@ def warn_of_change(sent: Mapping[str, Any], dataset: object) -> None:
             return
 
 
-def evaluated(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
+def loader_evaluation(engine: Engine, given: DataLoader[Any], seed: int) -> Iterator[Batch]:
     """Yield this rank's batches of a test set. Over all ranks, each sample is yielded once."""
     require_usable(given)
     yield from in_batches(engine, given, seed, torch.arange(len(given.dataset)))  # type: ignore[arg-type] # map-style: it has a length
@@ -347,7 +347,7 @@ def loaded(engine: Engine, given: DataLoader[Any], seed: int, parts: Sequence[Te
         yield Batch(to_device(fetched.batch, engine.device), part, fetched.samples)
 
 
-LOADER = Kind(lambda data: isinstance(data, DataLoader), Loader, evaluated)
+LOADER = InputKind(lambda data: isinstance(data, DataLoader), Loader, loader_evaluation)
 
 
 def given_to(engine: Engine, given: Any) -> dict[int, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.engines import gloo
-from hvdtrain.engines.launchers import GLOO_ALONE, OPEN_MPI, alone_in_pid_namespace, in_batch_shell
+from hvdtrain.engines.launchers import GLOO_ALONE, OPEN_MPI_NAME, alone_in_pid_namespace, in_batch_shell
 
 # With the defaults, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background thread, and
 # the thread that waits for a result. On a host with as many ranks as cores, they take CPU time from the threads that
@@ -60,7 +60,7 @@ def prepare_environment(size: int, launcher: str, *, gloo_built: bool) -> list[s
     in_slurm = launcher == "Slurm" or (launcher == "none" and in_batch_shell(os.environ))
     if size == 1 and in_slurm and "PMIX_RANK" not in os.environ and gloo_built:
         os.environ.update(GLOO_ALONE)  # Open MPI would end a single process of a Slurm job, for want of PMI
-    if launcher == OPEN_MPI:
+    if launcher == OPEN_MPI_NAME:
         os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         gloo.refuse_unusable(os.environ)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.audit.runs import NotAudited, Program, members, traces
+from hvdtrain.audit.attempts import NotAudited, Program, members, traces
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
