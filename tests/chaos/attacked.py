@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from hvdtrain import mnist, training
-from hvdtrain.checkpoint import checkpoint, checkpoints, contents, writer
+from hvdtrain.checkpoint import checkpoint, contents, saving, writer
 from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.choice import engine_class
@@ -141,16 +141,16 @@ before(training, "start", "start")
 before(torch.Tensor, "backward", "backward")
 before(training.Run, "evaluating", "evaluate")
 before(Run, "_go_on", "evaluating")
-before(checkpoints.Checkpoints, "restore", "restore")
+before(saving.Checkpoints, "restore", "restore")
 before(checkpoint, "checkpoint_digest", "digest")
 before(atomic, "sync_directory", "directory")
 before(writer, "prune", "prune")
 
 real_fsync, real_replace, real_scaled, real_epoch = os.fsync, Path.replace, mnist.scaled_digits, Plan.epoch
-real_save, real_snapshot = checkpoints.Checkpoints.save, contents.snapshot
+real_save, real_snapshot = saving.Checkpoints.save, contents.snapshot
 
 
-def save(self: checkpoints.Checkpoints, *args, **named) -> None:
+def save(self: saving.Checkpoints, *args, **named) -> None:
     struck = come_to("snapshot")
     contents.snapshot = slowly if struck and ATTACK["kind"] == "slow" else real_snapshot
     real_save(self, *args, **named)
@@ -238,7 +238,7 @@ def listen(hosts: list[str]):
 
 connection.listen_for_ranks = listen
 os.fsync, Path.replace, mnist.scaled_digits, Plan.epoch = fsync, replace, scaled, epoch
-checkpoints.Checkpoints.save = save
+saving.Checkpoints.save = save
 patch(engine_class("ddp" if "ddp" in sys.argv else "horovod"))
 if __name__ == "__main__":  # a DataLoader worker imports this file, too
     come_to("import")

@@ -1,6 +1,5 @@
 """Flags and launchers' variables as nobody should set them: one line and exit code 2, or a right answer."""
 
-import dataclasses
 import io
 import sys
 
@@ -74,7 +73,7 @@ def test_any_flags_give_a_namespace_or_one_line(script, data):
     assert (code == 0) == (len(kept) == 1)
 
 
-WHOLE = [("positive_int", 1, 2**31 - 1), ("count", 0, 2**31 - 1), ("threads", 1, 1024), ("seed", 0, 2**63 - 1)]
+WHOLE = [("positive_int", 1, 2**31 - 1), ("count", 0, 2**31 - 1), ("thread_number", 1, 1024), ("seed", 0, 2**63 - 1)]
 
 
 @pytest.mark.parametrize(("name", "least", "most"), WHOLE)
@@ -123,7 +122,7 @@ def test_extremes_train_or_give_one_line(flags, tmp_path, monkeypatch):
 
     def little(*arguments):
         dataset = load(*arguments)
-        return dataclasses.replace(dataset, test_images=dataset.test_images[:8], test_labels=dataset.test_labels[:8])
+        return dataset._replace(test_images=dataset.test_images[:8], test_labels=dataset.test_labels[:8])
 
     monkeypatch.setattr(mnist, "load_images", little)
     assert ends(mnist.main) in (0, 2)

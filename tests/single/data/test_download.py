@@ -167,7 +167,7 @@ def test_a_silent_name_server_is_left(mirrors, monkeypatch, over):
 
 @pytest.mark.parametrize(
     ("limit", "pause", "expected"),
-    [("SILENCE_SECONDS", 60, "no answer in|timed out"), ("TOTAL_SECONDS", 0.02, "not done after")],
+    [("DOWNLOAD_SILENCE_SECONDS", 60, "no answer in|timed out"), ("TOTAL_SECONDS", 0.02, "not done after")],
 )
 def test_a_stalled_or_dripping_transfer_is_left(limit, pause, expected, mirrors, monkeypatch, over):
     monkeypatch.setattr(mnist_data, limit, 0.4)

@@ -161,7 +161,7 @@ def test_a_command_ends_with_its_code_and_one_line_for_users(case):
     main, variables, code, said = ENDS[case]
     imports = "from hvdtrain.launching.exit_codes import run_command\nfrom hvdtrain.engines.errors import UserError"
     done = subprocess.run(
-        [sys.executable, "-c", f"{imports}\ndef main(): {main}\nrun(main)"],
+        [sys.executable, "-c", f"{imports}\ndef main(): {main}\nrun_command(main)"],
         env={"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[3]), **variables},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip

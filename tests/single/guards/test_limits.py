@@ -17,7 +17,7 @@ BEGIN = """
 import atexit, subprocess, sys, threading, time
 from hvdtrain.guards import limits
 limits.LIMIT_CHECK_SECONDS = 0.1
-watch = limits.Leaving("rank 1 on b", LIMIT)
+watch = limits.Leaving("rank 1 on b", PATIENCE)
 
 def work(seconds):  # at a fifth of a core: a twentieth counts as work
     until = time.monotonic() + seconds
@@ -29,7 +29,7 @@ def work(seconds):  # at a fifth of a core: a twentieth counts as work
 
 
 def run(body: str, limit: float) -> subprocess.CompletedProcess[str]:
-    script = BEGIN.replace("LIMIT", str(limit)) + textwrap.dedent(body)
+    script = BEGIN.replace("PATIENCE", str(limit)) + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -38,7 +38,7 @@ def test_a_thread_that_runs_is_seen_to_run():
 def test_who_is_ready_and_gets_few_turns_is_starved(monkeypatch, state, ran, slices, starved):
     now, threads = [100.0], {7: Turns(1.0, 0.0, 10 if slices is not None else 0)}
     monkeypatch.setattr(evidence.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(evidence.processes, "threads", lambda: [7, 8, threading.get_native_id()])
+    monkeypatch.setattr(evidence.processes, "own_threads", lambda: [7, 8, threading.get_native_id()])
     monkeypatch.setattr(evidence.processes, "turns", threads.get)
     monkeypatch.setattr(evidence.processes, "stat", lambda which: Stat(state, 1, 0.0, 0))
     mine = evidence.Starvation()

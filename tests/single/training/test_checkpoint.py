@@ -362,7 +362,7 @@ def test_a_snapshot_waits_until_the_one_before_is_written_unless_that_takes_long
     assert steps[-1] == 59
 
 
-@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "digest"), (Path, "mkdir"), (os, "fsync")])
+@pytest.mark.parametrize(("owner", "name"), [(checkpoint, "checkpoint_digest"), (Path, "mkdir"), (os, "fsync")])
 def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing(owner, name, tmp_path, monkeypatch):
     out, real, moved = tmp_path / "out", getattr(owner, name), []
     out.mkdir()
