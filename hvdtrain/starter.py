@@ -112,7 +112,7 @@ def start_all(options: argparse.Namespace, place: Announced, words: list[str]) -
         meeting.fail(str(error))
         if place.rank == 0:
             raise
-        # Each host has a log of its own, and its number is none of a rank, as `exit_codes.run` would call it.
+        # Each host has a log of its own, and its number is none of a rank, as `exit_codes.run_command` would call it.
         say_at_end(f"error: on {socket.gethostname()}, host {place.rank} of {place.size} (from 0): {error}")
         return error.exit_code
     finally:

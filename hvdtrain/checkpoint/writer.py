@@ -60,7 +60,7 @@ class Writer:
         lock: "Lock | None" = None,
         patience: float = 0.0,
     ):
-        """lock: see `checkpoint.write`. patience: seconds that a snapshot waits for the write of the one before."""
+        """lock: see `checkpoint.write_checkpoint`. patience: seconds for which a snapshot waits for the one before."""
         self.directory, self.keep, self.done, self.lock, self.patience = directory, keep, done, lock, patience
         self.failed: OSError | None = None  # error of the last attempt
         self.processor = self.seconds = 0.0

@@ -37,7 +37,7 @@ FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
 # Over NCCL: `synchronize` has the GPU wait for the sums, instead of the thread that queues the GPU's work.
 ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 # Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
-# checkpoint (guards/watch.py). It is less than `resume.LOCK_SECONDS`, for which the next attempt waits.
+# checkpoint (guards/watch.py). It is less than `resume.RUN_LOCK_SECONDS`, for which the next attempt waits.
 # Also an MPI error then ends its rank later by as much.
 ABORT_DELAY = {"OMPI_MCA_opal_abort_delay": "8"}
 

@@ -28,7 +28,7 @@ HANDED_ON = (
 class Request(NamedTuple):
     """The process state that a rank takes over from who asks for it, besides the standard streams."""
 
-    words: list[str]  # the program, see `run_script.find`
+    words: list[str]  # the program, see `run_script.find_program`
     environment: dict[str, str]
     directory: str
     umask: int

@@ -58,7 +58,7 @@ def start_forker(
 ) -> Forker:
     """Fork a forker for `ranks` ranks, and return its handle; in the ranks, this does not return.
 
-    words: the program, see `run_script.find`. asked: modules to import in addition to those found in the program.
+    words: the program, see `run_script.find_program`. asked: modules to import in addition to those found in the program.
     import_seconds: time limit of the import; 0: none. Raises UserError in the forker if there is no such program, or there
     are more ranks than GPUs.
     """

@@ -19,7 +19,7 @@ paused = False  # whether `begin` has disabled the garbage collector
 
 
 def begin() -> None:
-    """Prepare the process of a command, and import torch within its time limit. `exit_codes.run` is called next."""
+    """Prepare the process of a command, and import torch within its time limit. `exit_codes.run_command` is called next."""
     global paused
     open_standard_streams()
     require_directory()

@@ -59,7 +59,7 @@ def test_a_fault_on_one_host(tmp_path):
 def test_ranks_that_differ():
     body = "import sys, torch, hvdtrain.doctor as d; from hvdtrain.engines import launchers; "
     body += "from hvdtrain.launching import exit_codes; "
-    body += "torch.__version__ = f'2.{launchers.announced().rank}'; exit_codes.run(d.main)"
+    body += "torch.__version__ = f'2.{launchers.announced().rank}'; exit_codes.run_command(d.main)"
     done = launch(f'mpirun --oversubscribe -np 2 {PYTHON} -c "{body}" --json')
     assert done.code == 1, done
     assert any("problem: torch differs: rank 0 has 2.0, rank 1 has 2.1" in fault for fault in faults(done)), done

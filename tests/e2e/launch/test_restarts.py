@@ -142,7 +142,7 @@ def dies(self, step):
         once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 activity.Activity.begin_step = dies
-exit_codes.run(mnist.main)
+exit_codes.run_command(mnist.main)
 """
     script = tmp_path / "program.py"
     script.write_text(body)

@@ -220,7 +220,7 @@ def test_ranks_with_different_flags_are_refused():
 def test_a_rank_that_never_comes_to_the_start_ends_the_job():
     body = "import sys, time; from hvdtrain import mnist; from hvdtrain.engines import launchers; "
     body += "from hvdtrain.launching.exit_codes import run_command; from hvdtrain.guards import judge, limits; "
-    body += "limits.SAY_SECONDS = 1.0; judge.PHASE_SECONDS['start-up'] = 3.0; "
+    body += "limits.WAITING_LINE_SECONDS = 1.0; judge.PHASE_SECONDS['start-up'] = 3.0; "
     body += "launchers.announced().rank and time.sleep(1000); run_command(mnist.main)"
     start = LAUNCHERS["mpirun"].format(ranks=2)
     done = launch(f'{start} {PYTHON} -c "{body}" --dataset digits --no-progress', timeout=120)
