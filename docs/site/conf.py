@@ -102,7 +102,7 @@ def redirect(app, failure: Exception | None) -> None:
     """Write a page for each address that has moved."""
     for old, new in MOVED.items() if failure is None else ():
         page, target = Path(app.outdir, f"{old}.html"), Path(app.outdir, f"{new}.html")
-        if page.exists() or not target.exists():
+        if old in app.env.found_docs or not target.exists():  # not the file: an earlier build has written it
             raise ExtensionError(f"MOVED of conf.py: {old} is a page, or {new} is none")
         page.parent.mkdir(parents=True, exist_ok=True)
         link = os.path.relpath(target, page.parent)
