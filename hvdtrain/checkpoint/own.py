@@ -72,14 +72,17 @@ class Provider:
     """One thing of which each rank has its own. No collectives in it: a process may have several ranks."""
 
     only_if_unlike = False  # it is saved if it differs between ranks: else, the checkpoint has rank 0's
-    has_common = False  # of many ranks, `common` is saved instead
     about = ("what a rank has of its own", "keep to numbers, text, tensors and collections of these")  # and the remedy
 
     def state(self, moment: Moment) -> Any:
         """Return what this rank has: numbers, text, bytes, tensors and collections of these. None: nothing."""
 
+    def is_common(self, *, many: bool) -> bool:
+        """Whether `common` is saved instead, alike on every rank. many: there are more than MOST_APART ranks."""
+        return False
+
     def common(self, engine: Engine, moment: Moment) -> Any:
-        """Return one state for all ranks. A collective."""
+        """Return one state for all ranks, which rank 0 writes. A collective."""
 
     def load(self, saved: Saved) -> None:
         """Take it back, also where the checkpoint has nothing of it. Raises UserError, the same on every rank."""
@@ -136,9 +139,10 @@ class Own:
         return self.count == self._engine.size > MOST_APART
 
     def _common(self, moment: Moment) -> Iterator[tuple[str, Any]]:
-        """Yield what is saved once for many ranks. A collective."""
+        """Yield what is saved once for all ranks. A collective."""
         for name, provider in self._providers.items():
-            if provider.has_common and self._is_many() and (state := provider.common(self._engine, moment)) is not None:
+            common = provider.is_common(many=self._is_many())
+            if common and (state := provider.common(self._engine, moment)) is not None:
                 yield name, state
 
     def _each(
@@ -147,7 +151,7 @@ class Own:
         """Yield what `pack` makes of the state of each provider of this kind. Raises UserError for what cannot be saved."""
         for name, provider in self._providers.items():
             wanted = provider.only_if_unlike == only_if_unlike and (self.count > 1 or not only_if_unlike)
-            if not wanted or (provider.has_common and self._is_many()) or (state := provider.state(moment)) is None:
+            if not wanted or provider.is_common(many=self._is_many()) or (state := provider.state(moment)) is None:
                 continue
             what, remedy = provider.about
             with contents.storable(what, remedy):
@@ -196,8 +200,6 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]
 class Buffers(Provider):
     """The floating-point buffers of models; or only_statistics: running statistics alone, as of a registered module."""
 
-    has_common = True
-
     def __init__(self, models: Sequence[nn.Module], *, only_statistics: bool = False):
         self._models, self._only_statistics = models, only_statistics
 
@@ -215,6 +217,9 @@ class Buffers(Provider):
 
     def state(self, moment: Moment) -> Any:
         return self._named() or None
+
+    def is_common(self, *, many: bool) -> bool:
+        return many
 
     def common(self, engine: Engine, moment: Moment) -> Any:
         """The mean of running statistics, and rank 0's other buffers."""

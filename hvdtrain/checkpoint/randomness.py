@@ -56,8 +56,6 @@ def set_state(generator: Any, state: Any) -> None:
 class Generators(Provider):
     """The generators of this rank. say: prints a line. keeps: whether there are checkpoints."""
 
-    has_common = True
-
     def __init__(self, engine: Engine, seed: int, say: Callable[[str], None], *, keeps: bool):
         self._engine, self._seed, self._say, self._keeps = engine, seed, say, keeps
         self.registered: dict[str, Any] = {}
@@ -121,6 +119,9 @@ class Generators(Provider):
         if moment.epoch_ended:
             return self._states(), {}
         return self._began, self._states() if moment.in_steps or self._go_on is None else self._go_on
+
+    def is_common(self, *, many: bool) -> bool:
+        return many
 
     def common(self, engine: Engine, moment: Moment) -> Any:
         """The states that all ranks have alike."""

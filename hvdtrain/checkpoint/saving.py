@@ -57,7 +57,7 @@ REMEDIES = {  # by the error with which a checkpoint could not be written
 
 
 class StreamPosition(Provider):
-    """This rank's position in its stream."""
+    """This rank's position in its stream; or rank 0's order of the epoch, which may be long, for all ranks."""
 
     source: Input | None = None  # what the steps read
     of_ranks: list[Any] | None = None  # in the checkpoint, until training begins
@@ -65,17 +65,24 @@ class StreamPosition(Provider):
     def __init__(self, engine: Engine):
         self._engine = engine
         self._own: dict[int, str | None] = {}  # of these, by rank, those of this process's ranks
+        self._shared = False  # whether these are one for all ranks
+
+    def is_common(self, *, many: bool) -> bool:
+        return self._shared if self.source is None else self.source.shares_position
+
+    def common(self, engine: Engine, moment: Moment) -> Any:
+        return self.state(moment)
 
     def state(self, moment: Moment) -> Any:
         if self.source is None or self.source.position is None:
-            return self._own.get(
-                self._engine.rank
-            )  # stopped in an evaluation before the first step: nothing was read since
+            # Stopped in an evaluation before the first step: nothing was read since.
+            return self._own.get(self._engine.rank)
         return json.dumps(self.source.position())  # text: it may have millions of values, which are JSON already
 
     def load(self, saved: Saved) -> None:
         self.of_ranks = None if None in saved.states else [json.loads(state) for state in saved.states]
-        self._own[saved.rank] = saved.state if saved.goes_on else None
+        self._own[saved.rank] = saved.state if saved.goes_on or saved.common else None
+        self._shared = saved.common
 
     def forget(self) -> None:
         """Free what was read."""

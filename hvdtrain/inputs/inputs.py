@@ -56,6 +56,7 @@ class Input(ABC):
     batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
     # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
     position: Callable[[], Any] | None = None
+    shares_position = False  # it is rank 0's for all
     _plan: Plan
 
     @abstractmethod

@@ -163,6 +163,7 @@ class SampledLoader(Loader):
     order of its epoch.
     """
 
+    shares_position = True
     _saved: tuple[int, str] | None = None  # an epoch, and its order as text
 
     def _read_sampler(self) -> None:

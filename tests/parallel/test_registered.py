@@ -102,7 +102,7 @@ def killed(engine, directory, number):
 def test_many_ranks_have_one_state_of_statistics_and_generators(engine, shared_directory, monkeypatch, capsys):
     """Of more than 64 ranks, for which two stand here, so that what a checkpoint gathers does not grow with them."""
     if engine.size == 1:
-        pytest.skip("one rank")
+        pytest.skip("one rank has everything of its own: start this file with mpirun -np 2")
     monkeypatch.setattr("hvdtrain.checkpoint.own.MOST_APART", 1)
     _, ended, _, first = killed(engine, shared_directory, 2)
     means = torch.tensor(engine.all_gather_object(ended, "ended"), dtype=torch.float64)

@@ -72,6 +72,7 @@ def held(net: Any, attached: object) -> str:
 
 
 def of_dtype(dtype: torch.dtype) -> nn.Module:
+    # Some dtypes take no numbers, such as packed ones and bits: torch says so by any of these, and a buffer gets bytes.
     with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
         return between(Holder(torch.arange(8.0).to(dtype)))
     return between(Holder(torch.arange(16, dtype=torch.uint8).view(dtype)))

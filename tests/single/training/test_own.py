@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.checkpoint.own import Buffers, ExtraState, Moment, Own, Provider, Saved, Unlike, mean
+from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.own import OWN, Buffers, ExtraState, Moment, Own, Provider, Saved, Unlike, mean
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import difference_of_values
 from hvdtrain.engines.single import SerialEngine
@@ -78,6 +79,23 @@ def test_on_other_ranks_all_are_there_and_each_gets_that_of_rank_0(count, same):
         assert not saved.goes_on
         assert not difference_of_values(VALUES, saved.states)
         assert not difference_of_values(VALUES[0], saved.state)
+
+
+class ForAll(Kept):
+    """Has one state for all ranks, such as the order of an epoch."""
+
+    def is_common(self, *, many):
+        return True
+
+    def common(self, engine, moment):
+        return self.values[0]
+
+
+def test_a_state_for_all_ranks_is_saved_once_and_each_of_them_gets_it():
+    """A long order was sent by rank 0 to every rank, in as many rows of its length as there were ranks."""
+    tensors = carried(ForAll([1, 2], None, None), into := ForAll(), 2)
+    assert [list(one) for one in contents.decoded(tensors[OWN])] == [["common kept"], [], []]
+    assert [(saved.state, saved.common, saved.goes_on) for saved in into.loaded] == [([1, 2], True, False)] * 2
 
 
 @pytest.mark.parametrize(("values", "count"), [((VALUES[2],) * 3, 0), ((VALUES[2], VALUES[2], VALUES[1]), 3)])
