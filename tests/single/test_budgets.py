@@ -52,7 +52,7 @@ BUDGETS = {
     "tests/bench": 1740,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1780,
     "tests/device": 660,
-    "tests/e2e": 6850,  # with an export and a loss of one rank alone, an older stop under Slurm, trainers of others
+    "tests/e2e": 6870,  # with a loss of one rank alone, a stop under Slurm, trainers of others, virtual ranks on each engine
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 710,  # with --virtual-ranks

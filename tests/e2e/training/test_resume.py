@@ -63,6 +63,24 @@ def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # five starts of a launcher
+def test_virtual_ranks_have_the_same_bits_on_each_engine_although_single_ranks_were_killed(tmp_path):
+    """One process, whole; three over MPI, two over Gloo and two under torchrun, of which one rank is killed each; then one."""
+    flags = "--virtual-ranks 3 --model convnet"
+    parts = (("mpirun", 3, 1, 5), ("gloo", 2, 0, 5), ("torchrun", 2, 1, 9), ("starter", 1, None, 0))
+    done = attacked(tmp_path / "whole", ranks=1, batch=22, flags=flags, launcher="starter")
+    assert done.code == 0, done
+    for launcher, ranks, rank, count in parts:
+        attack = None if rank is None else dict(rank=rank, point="backward", count=count, kind="kill", saved=True)
+        done = attacked(tmp_path / "apart", ranks=ranks, batch=22, flags=flags, attack=attack, launcher=launcher)
+        assert (done.code == 0) == (rank is None), done
+    resumed = [line["step"] for line in events(tmp_path / "apart", "resume")]
+    assert len(resumed) == 3 and 0 < resumed[0] <= resumed[1] <= resumed[2], resumed
+    assert tally(tmp_path / "apart") == (0, 0)
+    assert results(tmp_path / "apart") == results(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_training_goes_on(whole, tmp_path):
     done = attacked(tmp_path, attack=dict(rank=0, point="fsync", count=3, kind="full"))
     assert done.code == 0, done
