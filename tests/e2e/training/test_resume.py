@@ -75,7 +75,8 @@ def test_virtual_ranks_have_the_same_bits_on_each_engine_although_single_ranks_w
         done = attacked(tmp_path / "apart", ranks=ranks, batch=22, flags=flags, attack=attack, launcher=launcher)
         assert (done.code == 0) == (rank is None), done
     resumed = [line["step"] for line in events(tmp_path / "apart", "resume")]
-    assert len(resumed) == 3 and 0 < resumed[0] <= resumed[1] <= resumed[2], resumed
+    assert len(resumed) == 3, resumed
+    assert 0 < resumed[0] <= resumed[1] <= resumed[2], resumed
     assert tally(tmp_path / "apart") == (0, 0)
     assert results(tmp_path / "apart") == results(tmp_path / "whole")
 
