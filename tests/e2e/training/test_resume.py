@@ -65,7 +65,7 @@ def test_on_other_ranks_the_global_batch_and_every_sample_stay(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # five starts of a launcher
 def test_virtual_ranks_have_the_same_bits_on_each_engine_although_single_ranks_were_killed(tmp_path):
-    """One process, whole; three over MPI, two over Gloo and two under torchrun, of which one rank is killed each; then one."""
+    """One process, whole; three over MPI, two over Gloo, two under torchrun, of which one is killed each; then one."""
     flags = "--virtual-ranks 3 --model convnet"
     parts = (("mpirun", 3, 1, 5), ("gloo", 2, 0, 5), ("torchrun", 2, 1, 9), ("starter", 1, None, 0))
     done = attacked(tmp_path / "whole", ranks=1, batch=22, flags=flags, launcher="starter")
