@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.loader import ExactLoader
 
 
-class ExactResume(Callback):  # type: ignore[misc] # Lightning is not there when types are checked
+class ExactResume(Callback):  # type: ignore[misc] # Lightning is not looked into when types are checked
     """Lets a training by Lightning resume exactly, with loaders of `exact_loader`."""
 
     _states: Sequence[Mapping[str, Any]] | None = None  # of the checkpoint, until the loaders are there
