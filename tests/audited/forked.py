@@ -27,8 +27,9 @@ def serve(path, *modules):
     layer(torch.ones(1, 1)).sum().backward()
     torch.optim.AdamW(layer.parameters()).step()
     server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
+    server.bind(path + ".new")
     server.listen(16)
+    os.rename(path + ".new", path)  # who finds it is not refused: between both lines above, a client would be
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         connection, _ = server.accept()
@@ -64,7 +65,7 @@ def supervise(connection, torch):
             if code:
                 for other in alive:
                     os.kill(other, signal.SIGKILL)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):  # the client was killed
         connection.sendall(str(code).encode())
 
 
@@ -112,7 +113,10 @@ def run(path, ranks, *words):
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         request = {"ranks": int(ranks), "words": words, "environment": environment, "folder": os.getcwd()}
         socket.send_fds(client, [json.dumps(request).encode()], [1])
-        status = int(client.recv(64) or 9)
+        answer = client.recv(64)
+    if not answer:
+        sys.exit("forked.py: the server could not start the program, or has ended: see what it said")
+    status = int(answer)
     if os.WIFSIGNALED(status):
         os.kill(os.getpid(), os.WTERMSIG(status) if os.WTERMSIG(status) != signal.SIGXFSZ else signal.SIGKILL)
     return os.waitstatus_to_exitcode(status)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.audit.attempts import NotAudited, Program, members, traces
+from tests.audited import forked
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -38,9 +39,8 @@ def test_the_command_line(launcher, command, line, tmp_path):
 
 
 def test_what_it_says_and_writes_and_how_it_ends(tmp_path):
-    run, _ = shell(
-        tmp_path, "mkdir $0; echo x=1 x=2; echo x=3 > $0/log; echo last >&2; echo; exit 3", metric_regex="x=(.)"
-    )
+    script = "mkdir $0; echo x=1 x=2; echo x=3 > $0/log; echo last >&2; echo; exit 3"
+    run, _ = shell(tmp_path, script, metric_regex="x=(.)")
     assert (run.code, run.left, run.files, run.in_grace, run.steps) == (3, [], {"log": 4}, True, 0)
     assert (run.metrics, run.last_line()) == ({"its output": "2", "log": "3"}, "last")
     run, seconds = shell(tmp_path, "sleep 60", "hung", 0.5)
@@ -86,3 +86,23 @@ def test_what_ranks_have_recorded(tmp_path):
     log(tmp_path, 1, 13, steps[1], steps[3])
     with pytest.raises(NotAudited, match="call themselves rank 1"):
         traces(tmp_path / "run")
+
+
+def test_the_server_of_these_tests_listens_before_its_socket_can_be_found(tmp_path, monkeypatch):
+    """Where it did so afterwards, a client was refused once, on a busy machine."""
+    path, found = tmp_path / "socket", []
+
+    class Listening(forked.socket.socket):
+        def listen(self, *arguments):
+            found.append(path.exists())
+            super().listen(*arguments)
+
+        def accept(self):
+            found.append(path.exists())
+            raise InterruptedError
+
+    monkeypatch.setattr(forked.socket, "socket", Listening)
+    monkeypatch.setattr(forked.signal, "signal", lambda *_: None)
+    with pytest.raises(InterruptedError):
+        forked.serve(str(path))
+    assert found == [False, True]
