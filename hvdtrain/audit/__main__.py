@@ -120,19 +120,16 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
     lines, failed, unseen = [f"{'guarantee':<18}{'verdict':<10}{'kills':<9}first"], [], []
     causes: dict[str, list[str]] = {}  # by the command that repeats the first kill that shows them
     for name, guarantee in GUARANTEES.items():
-        by_status: dict[str, Rows] = {}
-        for row in rows:
-            if name in row["verdicts"]:
-                by_status.setdefault(row["verdicts"][name].status, []).append(row)
-        if not by_status:
+        judged = [(row["verdicts"][name], row) for row in rows if name in row["verdicts"]]
+        if not judged:
             continue
-        status = min(by_status, key=["fails", "ok", "not seen", "left out"].index)
-        first, kills = by_status[status][0], f"{len(by_status[status])} of {sum(map(len, by_status.values()))}"
-        text = first["verdicts"][name].text
+        status = min((verdict.status for verdict, _ in judged), key=["fails", "ok", "not seen", "left out"].index)
+        alike = [(verdict.text, row) for verdict, row in judged if verdict.status == status]
+        (text, row), kills = alike[0], f"{len(alike)} of {len(judged)}"
         if status == "fails":
             failed.append(name)
-            causes.setdefault(first["command"], []).append(f"{name}: {guarantee.cause}.")
-            lines.append(f"{name:<18}{'FAILS':<10}{kills:<9}kill {first['number']}: {text}")
+            causes.setdefault(row["command"], []).append(f"{name}: {guarantee.cause}.")
+            lines.append(f"{name:<18}{'FAILS':<10}{kills:<9}kill {row['number']}: {text}")
         else:
             lines.append(f"{name:<18}{status:<10}{kills if status == 'ok' else '':<9}{text}".rstrip())
             unseen += [name] if status != "ok" else []
@@ -143,28 +140,24 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
     unreadable = sorted({error for trace in whole.run.ranks.values() for error in trace.unreadable})
     lines += [f"Not read by the recorder: {error}" for error in unreadable[:3]]
     if not any(step["file"] for step in whole.run.ranks[0].steps):
-        lines.append(
-            "No file as large as half of the weights was seen under {out}: no kill was made while one was written."
-        )
-    performed = sum(bool(row["verdicts"]) for row in rows)
-    if not performed:
-        return "\n".join([*lines, "No kill could be performed."]), 2
-    held = (
-        f"{len(failed)} of {len(GUARANTEES)} guarantees fail."
-        if failed
-        else f"All that was seen held, in {performed} kills."
-    )
+        no_kill = "no kill was made while one was written"
+        lines.append(f"No file as large as half of the weights was seen under {{out}}: {no_kill}.")
+    performed = sum(row["verdicts"]["resumes"].status != "not seen" for row in rows if row["verdicts"])
+    held = f"All that was seen held, in {performed} kills."
+    if failed:
+        held = f"{len(failed)} of {len(GUARANTEES)} guarantees fail."
+    elif not performed:
+        held = "No kill came after a checkpoint: nothing is known. Let the program save earlier, or run longer."
     lines.append(f"{held} Seed {options.seed}; what the runs said: {options.output_dir}")
-    return "\n".join(lines), int(bool(failed))
+    return "\n".join(lines), 1 if failed else 2 * (not performed)
 
 
 def junit(rows: Rows, path: str) -> None:
     suite = ElementTree.Element("testsuite", name="hvdtrain.audit")
     for row in rows:
+        of_kill = {"classname": f"kill {row['number']}: {row['kill']}"}
         for name, verdict in row["verdicts"].items():
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=f"kill {row['number']}: {row['kill']}", name=name
-            )
+            case = ElementTree.SubElement(suite, "testcase", of_kill, name=name)
             if verdict.status != "ok":
                 element = "failure" if verdict.status == "fails" else "skipped"
                 ElementTree.SubElement(case, element, message=verdict.text)
@@ -175,10 +168,8 @@ def junit(rows: Rows, path: str) -> None:
 def folder_of(options: Namespace) -> Path:
     """Return the folder for what the audit writes, empty. Raises NotAudited if it has something else in it."""
     folder = Path(options.output_dir).expanduser().resolve()
-    foreign = (
-        folder.exists() and not (folder / "audit.json").exists() and not (folder.is_dir() and not any(folder.iterdir()))
-    )
-    refuse(foreign, f"{folder} has something else in it: choose another --output-dir")
+    free = not folder.exists() or (folder / "audit.json").exists() or (folder.is_dir() and not any(folder.iterdir()))
+    refuse(not free, f"{folder} has something else in it: choose another --output-dir")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "out").mkdir(parents=True)
     (folder / "audit.json").write_text("{}\n")  # marks it as ours, should this audit be ended

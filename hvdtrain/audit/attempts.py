@@ -195,10 +195,8 @@ def traces(log: Path) -> dict[int, Trace]:
     for number, began, _, lines in sorted(logs):
         trace = ranks.setdefault(number, Trace())
         if trace.steps and began and began < trace.steps[-1]["time"]:
-            raise NotAudited(
-                f"several processes that train at the same time call themselves rank {number}: the audit reads a rank"
-                " from torch.distributed or from the launcher's variables, such as RANK"
-            )
+            known = "the audit reads a rank from torch.distributed or from the launcher's variables, such as RANK"
+            raise NotAudited(f"several processes that train at the same time call themselves rank {number}: {known}")
         for line in lines:
             if line["kind"] == "step":
                 trace.steps.append(line)

@@ -54,22 +54,22 @@ class Case:
     start: int = 0  # steps of the whole run before the first of the resumed one
     known_by: str = "weights"
     comparable: bool = False  # it has steps, and ended well
+    starts_over: bool = False  # where it should go on
 
-    def pairs(self) -> Iterator[tuple[int, int, Step, Step]]:
-        """Yield number, rank and both lines of the steps that should be the same; on other ranks, of the first alone."""
+    def pairs(self, first: bool = False) -> Iterator[tuple[int, int, Step, Step]]:
+        """Yield number, rank and both lines of the steps that should be the same; on other ranks, of the first alone. first:
+        only those with which an optimizer begins."""
         for rank, trace in self.whole.run.ranks.items():
             steps = self.resumed.trace(rank).steps if not (self.other_ranks and rank) else []
-            for number, (expected, got) in enumerate(
-                zip(trace.steps[self.start :], steps, strict=False), self.start + 1
-            ):
-                yield number, rank, expected, got
+            both = zip(trace.steps[self.start :], steps, strict=False)
+            for number, (expected, got) in enumerate(both, self.start + 1):
+                if not first or (got["first"] and expected["key"] == got["key"]):
+                    yield number, rank, expected, got
 
     def difference(self, value: Callable[[Step], Any], first: bool = False) -> Difference | None:
-        """Return the first step at which a value differs. first: only those with which an optimizer begins."""
-        found = [
-            Difference(number, rank, value(a), value(b), b["key"].split()[0]) for number, rank, a, b in self.pairs()
-            if value(a) != value(b) and (not first or (b["first"] and a["key"] == b["key"]))
-        ]  # fmt: skip
+        """Return the first step at which a value differs."""
+        found = [Difference(number, rank, value(a), value(b), b["key"].split()[0])
+                 for number, rank, a, b in self.pairs(first) if value(a) != value(b)]  # fmt: skip
         return min(found, key=lambda one: one[:2], default=None)
 
     def fails(self, found: Difference, text: str) -> Verdict:
@@ -108,11 +108,14 @@ def resumes(case: Case) -> Verdict:
         text = f"it begins before step {case.start + 1}, and the killed run had done {killed.steps}: it found another run's"
         return Verdict("fails", f"{text} state. Does it write outside of {{out}}?", 1)
     case.comparable = True
-    written, ever = (any(step["file"] for step in run.trace(0).steps) for run in (killed, whole))
-    if case.start == 0 and killed.steps and (written or not ever):
-        nothing = "" if ever else "; nothing as large as the weights was written under {out}"
-        return Verdict("fails", f"it starts over{nothing}", 1)
-    return Verdict("ok", "" if case.start else "it starts over: no checkpoint was there yet")
+    if case.start:
+        return Verdict("ok")
+    ever = any(step["file"] for step in whole.trace(0).steps)
+    if ever and not checkpoints(killed):
+        return Verdict("not seen", "it starts over: no checkpoint was there yet")
+    case.starts_over = True
+    nothing = "" if ever else "; nothing as large as the weights was written under {out}"
+    return Verdict("fails", f"it starts over{nothing}", 1)
 
 
 def position(case: Case) -> tuple[int, str]:
@@ -141,19 +144,29 @@ def position(case: Case) -> tuple[int, str]:
     return max(0, case.whole.steps - case.resumed.steps), "the number of steps that followed"
 
 
+def checkpoints(run: Run) -> list[tuple[int, str]]:
+    """Return the complete files with weights: the step before which each was written, and its path.
+
+    A file counts once it was there for three steps: a checkpoint may be written in the background.
+    """
+    files = [step["file"] for step in run.trace(0).steps]
+    new = [at for at, (old, file) in enumerate(zip([[], *files], files, strict=False), 1) if file and file != old]
+    return [(at, files[at - 1][1]) for at in new if at + 2 <= run.steps]
+
+
 def work_repeated(case: Case) -> Verdict:
     """Fails if the killed run had completed a later checkpoint than the one from which it went on.
 
-    A file counts once it was the same at three steps: a checkpoint may be written in the background. Its content is then
-    later than the time at which the one before it was complete.
+    What is in a file is later than the time at which the one before it was complete.
     """
-    files, text = [step["file"] for step in case.killed.trace(0).steps], f"{case.killed.steps - case.start} steps"
-    new = [at for at, (old, file) in enumerate(zip([[], *files], files, strict=False), 1) if file and file != old]
-    done = [at for at in new if at + 2 <= case.killed.steps]
-    if len(done) > 1 and case.start + 1 < done[-2] - 1:
-        text += f", although {files[done[-1] - 1][1]} was written before step {done[-1]}"
+    done, text = checkpoints(case.killed), f"{case.killed.steps - case.start} steps"
+    if len(done) > 1 and case.start + 1 < done[-2][0] - 1:
+        text += ", although {1} was written before step {0}".format(*done[-1])
         return Verdict("fails", text, case.start + 1)
-    return Verdict("ok", text)
+    if case.starts_over:
+        return Verdict("fails", f"all {text}", 1)
+    seen = any(step["file"] for step in case.killed.trace(0).steps)
+    return Verdict("ok", text) if seen else Verdict("not seen", f"{text}; no checkpoint was seen under {{out}}")
 
 
 def weights(case: Case) -> Verdict:
@@ -169,7 +182,9 @@ def weights(case: Case) -> Verdict:
     if found and not given and not case.other_ranks:
         return case.fails(found, "buffers of the model, such as running means, differ")
     absent = sorted(set(case.whole.run.ranks) - set(case.resumed.ranks)) if not case.other_ranks else []
-    return Verdict("fails", f"ranks {absent} did not train") if absent else Verdict("ok")
+    if absent:
+        return Verdict("fails", f"ranks {absent} did not train")
+    return Verdict("ok") if any(case.pairs(first=True)) else Verdict("not seen", "no optimizer begins where it went on")
 
 
 def optimizer_state(case: Case) -> Verdict:
@@ -177,7 +192,7 @@ def optimizer_state(case: Case) -> Verdict:
         (expected, *_), (got, *_) = found.expected, found.got
         text = f"for {got} parameters instead of {expected}" if got != expected else "other values"
         return case.fails(found, f"{found.optimizer}: {text}")
-    seen = any(a["before"][1][0] for _, _, a, b in case.pairs() if b["first"])
+    seen = any(step["before"][1][0] for _, _, step, _ in case.pairs(first=True))
     return Verdict("ok") if seen else Verdict("not seen", "the optimizer has no state")
 
 
@@ -213,9 +228,7 @@ def random_numbers(case: Case) -> Verdict:
         if set(later) <= {"ok", "not seen"} and final_weights(case).status == "ok":
             return Verdict("ok", f"{text}; without effect: samples, losses and final weights are the same")
         return Verdict("fails", text, min(first.values()))
-    return (
-        Verdict("ok", ", ".join(names)) if names else Verdict("not seen", "the program draws from no global generator")
-    )
+    return Verdict("ok", ", ".join(names)) if names else Verdict("not seen", "no global generator is drawn from")
 
 
 def samples(case: Case) -> Verdict:
@@ -269,13 +282,13 @@ def evaluations(case: Case) -> Verdict:
 
 
 def metrics(case: Case) -> Verdict:
-    wanted, got = case.whole.run.metrics or {}, case.resumed.metrics or {}
+    wanted, got = case.whole.run.metrics, case.resumed.metrics or {}
+    if not wanted:
+        return Verdict("not seen", "--metric-regex found none")
     for name, value in wanted.items():
         if got.get(name) != value:
             return Verdict("fails", f"{got.get(name, 'none')} instead of {value} in {name}")
-    return (
-        Verdict("ok", ", ".join(wanted.values())[:80]) if wanted else Verdict("not seen", "--metric-regex found none")
-    )
+    return Verdict("ok", ", ".join(wanted.values())[:80])
 
 
 def final_weights(case: Case) -> Verdict:
@@ -390,7 +403,8 @@ def compare_wholes(run: Run, again: Run) -> Whole:
 
 
 def judge(case: Case) -> dict[str, Verdict]:
-    """Return the verdict on each guarantee that can be judged."""
+    """Return the verdict on each guarantee that can be judged. One that starts over has restored nothing: that it ends like
+    the whole run says only that it repeats."""
     verdicts = {"resumes": resumes(case)}
     differs, before = case.whole.differs, Case(case.whole, case.killed, case.killed)
     for value in (lambda step: step["after"][0], lambda step: step["loss"]):
@@ -407,4 +421,6 @@ def judge(case: Case) -> dict[str, Verdict]:
             verdicts[name] = Verdict("left out", "another number of ranks")
         else:
             verdicts[name] = guarantee.compare(case)
+            if guarantee.judged != ALWAYS and not case.start and verdicts[name].status == "ok":
+                verdicts[name] = Verdict("not seen", "it starts over: nothing was restored")
     return verdicts

@@ -128,7 +128,7 @@ def main():
             scheduler.step()
             average.update_parameters(inner)
             number = epoch * STEPS + step + 1
-            if number % EVERY == 0:
+            if number % EVERY == 0 and FAULT != "bare" and (FAULT != "once" or number == 18):
                 states = [torch.get_rng_state(), AUGMENTING.get_state()]
                 all_states = [None] * WORLD
                 if WORLD > 1:

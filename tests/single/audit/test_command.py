@@ -84,20 +84,7 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
     sources = [path.read_text() for path in (tmp_path / "audit").rglob("*.py")]
     assert not [text for text in sources if re.search(r"^ *(from|import) hvdtrain", text, re.M)]
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
-    start = [
-        "python",
-        "-m",
-        "audit",
-        "--output-dir",
-        "out",
-        "--kills",
-        "1",
-        "--seed",
-        "5",
-        "--junit",
-        "junit.xml",
-        "--",
-    ]
+    start = ["python", "-m", "audit", "--output-dir", "out", "--kills", "1", "--seed", "5", "--junit", "j.xml", "--"]
     run = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([*start, *program(server, "scheduler")], **run)
     assert done.returncode == 1, done
@@ -105,8 +92,8 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
     causes = "learning rates: the scheduler's state_dict is not in the checkpoint: its schedule starts again.\nlosses: "
     assert causes in done.stdout
     (line,) = re.findall("^ {4}(python -m audit .*)", done.stdout, re.M)
-    assert line.startswith("python -m audit --output-dir out --kills 1 --junit junit.xml --only-kill 1 --seed 5 -- ")
-    assert int(ElementTree.parse(tmp_path / "junit.xml").getroot().attrib["failures"]) == 4
+    assert line.startswith("python -m audit --output-dir out --kills 1 --junit j.xml --only-kill 1 --seed 5 -- ")
+    assert int(ElementTree.parse(tmp_path / "j.xml").getroot().attrib["failures"]) == 4
     again = subprocess.run(line, shell=True, **run)
     assert again.stdout.partition("guarantee")[2] == done.stdout.partition("guarantee")[2]
 
@@ -119,17 +106,11 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
         (["--", "train.py"], "put {out} into the command"),
         (["--resume-command", "train.py", "--", "train.py", "{out}"], "put {out} into --resume-command"),
         (["--resume-command", "'{out}", "--", "train.py", "{out}"], "--resume-command: No closing quotation"),
-        (
-            ["--then-np", "2", "--", "train.py", "{out}"],
-            "--launcher none starts what the command says: give --resume-command",
-        ),
+        (["--then-np", "2", "--", "train.py", "{out}"], "--launcher none starts what the command says: give"),
         (["--kills", "0", "--", "train.py", "{out}"], "argument --kills: '0' is not above 0 and below 10,000"),
         (["--signals", "kill", "--", "train.py", "{out}"], "'kill': some of one,all,term, with commas"),
         (["--metric-regex", "(", "--", "train.py", "{out}"], "--metric-regex: missing )"),
-        (
-            ["--junit", "absent/junit.xml", "--", "train.py", "{out}"],
-            "--junit absent/junit.xml: there is no such folder",
-        ),
+        (["--junit", "absent/a.xml", "--", "train.py", "{out}"], "--junit absent/a.xml: there is no such folder"),
         (["--output-dir", ".", "--", "train.py", "{out}"], "has something else in it: choose another --output-dir"),
         (["--", "absent.py", "{out}"], "the program itself ends with 2, without any kill"),
         (["--", "absent-program", "{out}"], "absent-program can't be started: No such file or directory"),
@@ -151,6 +132,24 @@ def test_a_program_that_writes_elsewhere(server, audited):
     assert "the program keeps its state elsewhere, not under {out}" in progress
 
 
+@pytest.mark.parametrize(
+    ("fault", "words", "expected", "said"),
+    [
+        ("bare", ["--kills", "1"], 1, "Not judged: weights, optimizer state, learning rates, gradient scaler, random"),
+        # The only checkpoint, torn: what was saved before, the program never loads again.
+        ("once", ["--only-kill", "4"], 2, "No kill came after a checkpoint: nothing is known."),
+    ],
+)
+def test_nothing_is_ok_of_what_is_restored_where_nothing_was(fault, words, expected, said, server, audited, tmp_path):
+    """A training that starts over and repeats ends with the bits of the whole run."""
+    code, table, _ = audited(*words, "--", *program(server, fault))
+    assert (code, said in table) == (expected, True), table
+    (kill,) = json.loads((tmp_path / "audit/audit.json").read_text())["kills"]
+    seen = {name: verdict["status"] for name, verdict in kill["verdicts"].items() if verdict["status"] != "not seen"}
+    fails = {"resumes": "fails", "work repeated": "fails"} if fault == "bare" else {}
+    assert seen == {**fails, "exit codes": "ok", "left behind": "ok"}, seen
+
+
 def test_the_same_bits_with_and_without_it(server, tmp_path):
     """The recorder changes nothing, and a sitecustomize of the environment runs as without it."""
     (tmp_path / "own").mkdir()
@@ -165,10 +164,9 @@ def test_the_same_bits_with_and_without_it(server, tmp_path):
     path = os.pathsep.join([str(BOOT), str(tmp_path / "own")])
     start = [str(tmp_path / "program.py"), str(tmp_path / "with"), "none"]
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=path, HVDTRAIN_AUDIT=json.dumps(order))
-    recorded = subprocess.check_output([sys.executable, *start], env=env, text=True, timeout=300).splitlines()[-1]
-    start = [forked.__file__, "run", server, "1", start[0], str(tmp_path / "without"), "none"]
-    plain = subprocess.check_output([sys.executable, *start], env=environment(), text=True, timeout=300).splitlines()[
-        -1
-    ]
-    assert recorded.split() == [plain.split()[0], "True"]
+    again = [forked.__file__, "run", server, "1", start[0], str(tmp_path / "without"), "none"]
+    starts = ((start, env), (again, environment()))
+    said = [subprocess.check_output([sys.executable, *words], env=env, text=True, timeout=300) for words, env in starts]
+    (recorded, own), (plain, _) = (text.splitlines()[-1].split() for text in said)
+    assert (recorded, own) == (plain, "True")
     assert len(next(tmp_path.glob("log.0.*")).read_text().splitlines()) == 36 + 12

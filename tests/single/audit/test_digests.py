@@ -26,9 +26,7 @@ def recorder(monkeypatch):
 @pytest.mark.parametrize("count", [3, 2_000, 2_001])
 def test_where_a_tensor_begins_in_memory_does_not_count_and_each_value_does(recorder, count):
     values = torch.arange(1.0, count + 1)
-    apart = torch.cat([torch.zeros(1), values])[
-        1:
-    ]  # as a part of a broadcast of many: it begins within a word of 64 bits
+    apart = torch.cat([torch.zeros(1), values])[1:]  # part of a broadcast of many: it begins within a word of 64 bits
     assert recorder.raw(values) == recorder.raw(apart)
     changed = values.clone()
     changed[count // 2] = -1.0
@@ -85,12 +83,8 @@ def test_a_sample_has_the_index_that_its_loader_drew(recorder):
     assert [index for _, index in recorder.samples([x[[0, 2]]], batches)] == [None] * 2  # not as they were delivered
     other = y.clone()
     other[1] = 5
-    assert [a == b for a, b in zip(recorder.samples([x, other], batches), rows, strict=True)] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    same = [a == b for a, b in zip(recorder.samples([x, other], batches), rows, strict=True)]
+    assert same == [True, False, True, True]
     assert not set(recorder.samples([x, y, torch.ones(7)], batches)) & set(rows)  # a mask that all have
 
 

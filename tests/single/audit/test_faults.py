@@ -119,17 +119,15 @@ def test_nothing_is_judged_that_was_not_seen(audited):
     """Where two whole runs differ, by a seed of the clock: bits are left out, the order of samples and the rest are not."""
     if audited.ranks > 1:
         pytest.skip("on one rank: what is compared does not depend on their number")
-    resumed = audited.run(
-        "unseeded", "unseeded", shutil.copytree(audited.folder / "out-killed", audited.folder / "out-unseeded")
-    )
+    out = shutil.copytree(audited.folder / "out-killed", audited.folder / "out-unseeded")
+    resumed = audited.run("unseeded", "unseeded", out)
     whole = compare_wholes(audited.whole.run, audited.run("again-unseeded", "unseeded"))
     verdicts = judge(Case(whole, audited.killed, resumed))
     left_out = {name for name, verdict in verdicts.items() if verdict.status == "left out"}
     assert left_out >= {"weights", "losses", "final weights", "random numbers", "gradient scaler", "optimizer state"}
     assert {verdicts[name].status for name in ("resumes", "samples", "learning rates", "number of steps")} == {"ok"}
-    blind = copy.deepcopy(
-        (audited.whole, audited.killed, audited.run("none-again", "none", audited.folder / "out-killed"))
-    )
+    again = audited.run("none-again", "none", audited.folder / "out-killed")
+    blind = copy.deepcopy((audited.whole, audited.killed, again))
     for run in (blind[0].run, *blind[1:]):
         for step in run.ranks[0].steps:
             step.update(rows=[], loss=[])

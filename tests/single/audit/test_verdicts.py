@@ -54,11 +54,17 @@ def test_whether_it_goes_on():
     assert failing(run(8, 9, None)) == {"resumes": "it hangs: no end after 5 s and 1 steps"}
     assert verdicts(empty, run(0, STEPS, -9))["resumes"] == ("ok", "all steps were done", None)
     assert verdicts(empty)["resumes"] == ("fails", "it ends with 0 without a step, after 10 of 12", 11)
-    assert failing(run(0, STEPS)) == {"resumes": "it starts over"}
-    assert failing(run(0, STEPS), run(0, 3, -9)) == {}  # no checkpoint was there yet
+    assert failing(run(0, STEPS)) == {"resumes": "it starts over", "work repeated": "all 10 steps"}
+    early = verdicts(run(0, STEPS), run(0, 3, -9))
+    assert early["resumes"] == ("not seen", "it starts over: no checkpoint was there yet", None)
+    for steps, there in ((6, False), (7, True)):  # written before the fifth step; until it is complete, it may be there
+        assert bool(failing(run(0, STEPS), run(0, steps, -9))) == there
     bare = run(0, STEPS, file=[])
     text = "it starts over; nothing as large as the weights was written under {out}"
-    assert failing(bare, run(0, 9, -9, file=[]), whole=bare) == {"resumes": text}
+    over = {"whole": bare, "killed": run(0, 9, -9, file=[])}
+    assert failing(bare, **over) == {"resumes": text, "work repeated": "all 9 steps"}
+    for found in (early, verdicts(run(0, STEPS)), verdicts(bare, **over)):  # it repeats, and nothing was restored
+        assert {name for name, one in found.items() if one.status == "ok"} == {"exit codes", "left behind"}
     assert failing(run(8, STEPS), run(0, 5, 0)) == {"resumes": failing(run(8, STEPS), run(0, 5, -9))["resumes"],
                                                     "exit codes": "0 after the kill, with 5 of 12 steps done"}  # fmt: skip
     assert failing(run(8, STEPS), run(0, STEPS, 0)) == {}
@@ -98,6 +104,17 @@ def test_where_weights_stay_the_same_the_rest_tells_the_step():
                 line["options"] = [{"lr": at}] if name == "options" else line["options"]
                 line["before"] = ["w", [1, f"s{at}", 0]] if name == "before" else line["before"]
         assert verdicts(resumed, whole=whole)["work repeated"].text == "2 steps", name
+
+
+def test_nothing_is_ok_that_was_not_compared():
+    """An optimizer that has another name than in the whole run; a program whose checkpoints are not seen."""
+    for resumed in (run(8, STEPS, key="SGD a 1"), run(8, STEPS, first=False)):
+        for line in resumed.ranks[0].steps:
+            line["first"] = line["key"] == "SGD a 1"
+        found = verdicts(resumed)
+        assert (found["weights"].status, found["optimizer state"].status) == ("not seen", "not seen")
+    found = verdicts(run(8, STEPS, file=[]), run(0, 10, -9, file=[]), whole=run(0, STEPS, file=[]))
+    assert found["work repeated"] == ("not seen", "2 steps; no checkpoint was seen under {out}", None)
 
 
 def test_each_difference_is_told():
@@ -155,11 +172,8 @@ def test_evaluations_and_ranks():
     resumed = run(8, STEPS, ranks=2)
     resumed.ranks[1].steps[0]["loss"] = ["x"]
     assert failing(resumed, **two) == {"losses": "rank 1: step 9: loss x instead of 8.5"}
-    left = {
-        name
-        for name, verdict in verdicts(run(8, STEPS), other_ranks=True, **two).items()
-        if verdict.status == "left out"
-    }
+    found = verdicts(run(8, STEPS), other_ranks=True, **two)
+    left = {name for name, verdict in found.items() if verdict.status == "left out"}
     assert left == {"gradient scaler", "random numbers", "augmentation", "losses", "evaluations", "final weights"}
 
 
