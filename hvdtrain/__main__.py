@@ -35,9 +35,9 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def source_of(name: str) -> Path:
-    """Return the file of a command."""
+    """Return the file that says what a command does."""
     path = Path(__file__).parent.joinpath(*name.split("."))
-    return path / "__main__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+    return path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
 
 
 def by_purpose() -> dict[str, list[str]]:

@@ -66,9 +66,10 @@ class Turns(NamedTuple):
 def stat(which: int | str) -> Stat | None:
     """Return the state of a process, or of a thread ("PID/task/TID"); None if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        # From the third field of proc(5) on.
+        # From the third field of proc(5) on. Trap: the kernel closes connections while the state is still R.
         fields = (PROC / str(which) / "stat").read_text().rpartition(")")[2].split()
-        return Stat(fields[0], int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_SECONDS, int(fields[19]))
+        state = "X" if int(fields[6]) & 4 else fields[0]  # PF_EXITING
+        return Stat(state, int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_SECONDS, int(fields[19]))
     return None
 
 

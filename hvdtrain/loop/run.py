@@ -582,6 +582,7 @@ class Run(Ranked):
         with self.raising_together("export"), self.alone(), self.shared_weights():
             if self.rank == 0:
                 formats.write_export(kind, chosen, example, path)
+        self.metrics_logger.exported.append(path)
 
     def summary(self, **fields: object) -> None:
         """Add fields to summary.json."""

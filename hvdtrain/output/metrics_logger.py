@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ class MetricsLogger:
         self._engine, self._output, self.metrics, self._state = engine, output, metrics, state
         self.dataset: str | None = None  # its name
         self.summary: dict[str, object] = {}  # fields of the script's own
+        self.exported: list[Path] = []
         self.epochs: int | None = None  # planned epochs; None: determined by `steps`
         self.steps = 0  # planned steps
         self.only_evaluates = False  # --evaluate: the position is the checkpoint's, at the end of an epoch or within it
@@ -154,7 +156,10 @@ class MetricsLogger:
         if models:
             fields["parameters_sha256"] = parameters_sha256(*models)
         self._output.end({**fields, **extra, **self.summary})
+        told = [f"exported: {path}" for path in self.exported]
         if (best := extra.get("best")) and not self.only_evaluates:
-            where = f": checkpoints/{best['checkpoint']}" if "checkpoint" in best else ""
+            where = f": {self._output.output_dir}/checkpoints/{best['checkpoint']}" if "checkpoint" in best else ""
             value = self.show(best["metric"], best["value"])
-            self._output.say(f"best {best['metric']} {value}, of epoch {best['epoch']}{where}")
+            told.insert(0, f"best {best['metric']} {value}, of epoch {best['epoch']}{where}")
+        if told:
+            self._output.say("; ".join(told))

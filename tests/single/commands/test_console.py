@@ -9,7 +9,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain import __main__ as console
-from hvdtrain import report
+from hvdtrain import audit, report
 
 PACKAGE = Path(hvdtrain.__file__).parent
 SCRIPT = Path(sys.executable).parent / "hvdtrain"
@@ -39,7 +39,8 @@ def test_every_command_has_its_purpose_and_a_line_of_help(monkeypatch, capsys):
     assert code == 0
     lines = {line.split()[0]: line for line in said.splitlines() if line.startswith("  ")}
     assert list(lines) == NAMES
-    assert lines["report"].endswith((report.__doc__ or "").splitlines()[0])
+    for name, module in (("report", report), ("audit", audit)):
+        assert lines[name].endswith((module.__doc__ or "").splitlines()[0])
     assert called(monkeypatch, capsys) == (0, said, "")
 
 

@@ -26,8 +26,9 @@ def program(directory, path=None, model_of=lambda net: net, *example):
     return net
 
 
-def test_weights_have_the_models_own_names(tmp_path):
+def test_weights_have_the_models_own_names_and_the_last_line_says_where_they_are(tmp_path, capsys):
     net = program(tmp_path / "run", tmp_path / "own.safetensors")
+    assert capsys.readouterr().out.splitlines()[-1] == f"exported: {tmp_path}/own.safetensors"
     assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "w.safetensors")]) == 0
     assert export.main([str(tmp_path / "run"), "--to", str(tmp_path / "w.pt")]) == 0
     held = [load_file(tmp_path / "own.safetensors"), load_file(tmp_path / "w.safetensors")]

@@ -116,3 +116,12 @@ def test_a_forked_rank_began_when_its_starter_did(proc, monkeypatch):
     assert processes.began() == 70
     monkeypatch.setattr(processes, "starter", 8)  # it has ended
     assert processes.began() == os.getpid() * 10
+
+
+def test_a_process_that_the_kernel_is_ending_runs_no_more(proc):
+    """Its connections are closed while its state is still R: a killed rank was said to run."""
+    (proc / "7").mkdir()
+    for flags, running in ((0x400040, True), (0x40044C, False)):
+        (proc / "7" / "stat").write_text(f"7 (python) R 1 7 7 0 -1 {flags} 5 0 0 0 3 4 0 0 20 0 9 0 99 1 1")
+        assert processes.runs(7) == running
+        assert lives(Process(7, 99, "python")) == running

@@ -65,7 +65,7 @@ def test_a_run_that_early_stopping_has_ended_trains_no_more(at_head, tmp_path, c
 
 def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_path, capsys):
     program(tmp_path, epochs=4, patience=None)
-    best = "best score 0.9000, of epoch 3: checkpoints/step-"
+    best = f"best score 0.9000, of epoch 3: {tmp_path}/checkpoints/step-"
     assert best in capsys.readouterr().out.splitlines()[-1]
     assert program(tmp_path, epochs=4, patience=None) == []
     *_, finished, last = capsys.readouterr().out.splitlines()
