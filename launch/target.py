@@ -160,7 +160,7 @@ def describe_target(options: argparse.Namespace) -> tuple[Target, list[str], cud
         mpi=mpi,
         cuda=str(gpu),
         flags=" ".join(f"{name}={value}" for name, value in settings.items()),
-        patches=horovod_source.fingerprint(),
+        patches=horovod_source.fingerprint(*options.patch),
     )
     toolkit = gpu if isinstance(gpu, cuda_toolkit.Cuda) else None
     run_path = [*mpi_directories, "$ORIGIN/../../torch/lib", *(toolkit.run_path() if toolkit else [])]

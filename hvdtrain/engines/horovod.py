@@ -60,7 +60,9 @@ class HorovodEngine(Engine):
         except ImportError as error:
             raise UserError(f"Horovod cannot be imported ({error}): {BUILD_REMEDY}") from error
         self.hvd = hvd
-        if tuning and hvd.nccl_built() and torch.cuda.device_count():
+        # Trap: of a build without launch/patches/optional/caller-waits.patch, a stream may read sums before they are there.
+        waits = hasattr(hvd.mpi_ops.mpi_lib, "horovod_torch_caller_waits")
+        if tuning and waits and hvd.nccl_built() and torch.cuda.device_count():
             self._set(ON_GPUS)
         self._hows: dict[Any, Reduction] = {}  # by optimizer
         self._named: dict[Any, list[nn.Parameter]] = {}  # its parameters, in the order of the model

@@ -34,7 +34,8 @@ RELEASED_CAPACITY = "1024"
 # joined rank contributes for a tensor that it did not queue are fused with their neighbors on that rank, but not on the
 # others (MPI_ERR_TRUNCATE; unpatched Horovod 0.28.1, its own `test_torch.py -k join_allreduce`).
 FIXED_SUMS = {"HOROVOD_DISABLE_GROUP_FUSION": "1"}
-# Over NCCL: `synchronize` has the GPU wait for the sums, instead of the thread that queues the GPU's work.
+# Over NCCL: `synchronize` has the GPU wait for the sums, instead of the thread that queues the GPU's work. Only for a build
+# with launch/patches/optional/caller-waits.patch.
 ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 # Open MPI ends a rank a second after its mpirun was killed. With this delay in seconds, the rank has the time to save a
 # checkpoint (guards/watch.py). It is less than `resume.RUN_LOCK_SECONDS`, for which the next attempt waits.

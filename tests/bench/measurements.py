@@ -121,28 +121,27 @@ def no_communication(setting: Setting) -> dict[str, float]:
     return found
 
 
-VIRTUAL = {
+STEPS = {
     "resnet18": "hvdtrain.imagenet --dataset synthetic --model resnet18 --image-size 64 --batch-size 16 "
     "--train-samples 640 --epochs 1",
     "lm": "hvdtrain.lm --text LICENSE --recipe shakespeare-cpu --steps 60 --batch-size 3",
 }
 
 
-def virtual(name: str, processes: int, ranks: int = 4) -> Measure:
-    """A step of four virtual ranks, over that of as many samples in accumulated micro-batches."""
+def of_steps(key: str, name: str, processes: int, ours: str, other: str) -> Measure:
+    """Seconds of a sample with the flags `ours`, over those with `other`, in steps of one of STEPS."""
 
     def seconds(setting: Setting, flags: str) -> float:
         out = Path(tempfile.mkdtemp(dir=setting.scratch))
-        words = [*VIRTUAL[name].split(), *flags.split(), "--threads", "1", "--no-progress", "--log-steps", "2"]
+        words = [*STEPS[name].split(), *flags.split(), "--threads", "1", "--no-progress", "--log-steps", "2"]
         job(mpirun(processes, "-m", *words, "--checkpoint-steps", "0", "--output-dir", str(out)), out / "log")
         events = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         rates = [event["samples_per_second"] for event in events if event["event"] == "train"]
         return 1 / statistics.median(rates[1:])  # without the first step
 
     def measure(setting: Setting) -> dict[str, float]:
-        sides = {"virtual": f"--virtual-ranks {ranks}", "plain": f"--accumulate {ranks // processes}"}
-        found = once(sides, lambda side: seconds(setting, sides[side]))
-        return {f"virtual-{name}-{processes}": found["virtual"] / found["plain"]}
+        found = once((ours, other), lambda flags: seconds(setting, flags))
+        return {key: found[ours] / found[other]}
 
     return measure
 

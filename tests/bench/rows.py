@@ -15,11 +15,11 @@ from tests.bench.measurements import (
     guards,
     mnist_input,
     no_communication,
+    of_steps,
     overlap,
     resnet,
     start_up,
     throughput,
-    virtual,
     wire,
 )
 from tests.bench.peers import whole
@@ -152,12 +152,18 @@ def of_training() -> tuple[Group, ...]:
             for ranks, samples in SHARES
         )),
         *(
-            Group(f"virtual-{name}-{processes}", virtual(name, processes), (
-                Row(f"virtual-{name}-{processes}",
+            Group(key, of_steps(key, name, processes, "--virtual-ranks 4", f"--accumulate {4 // processes}"), (
+                Row(key,
                     f"`{name}`, {processes} of 4 ranks: `--virtual-ranks 4`, time of a step over accumulated micro-batches",
                     "≤ 1.1", "four processes on two cores" if processes > 2 else ""),
             ))
-            for name in ("resnet18", "lm") for processes in (1, 2, 4)
+            for name in ("resnet18", "lm") for processes in (1, 2, 4) for key in (f"virtual-{name}-{processes}",)
+        ),
+        *(
+            Group(key, of_steps(key, name, 2, "--amp off", "--amp bf16"), (
+                Row(key, f"`{name}`, 2 ranks, in bf16 over float32", "≥ 1.2", "whether the processor multiplies bf16"),
+            ))
+            for name in ("resnet18", "lm") for key in (f"amp-{name}",)
         ),
         Group("fixed-cost", fixed_cost, (
             Row("fixed-cost", f"{default}, 2 ranks: milliseconds of a step without forward, backward and loading",

@@ -12,6 +12,8 @@ from tests.e2e.launchers import LAUNCHERS, PYTHON
 from tests.hidden_gpus import GIVEN, seeing
 
 COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+# Files for what the tests saw; of several, all get the same.
+SEEN = [Path(name) for name in os.environ.get("HVDTRAIN_GPU_SEEN", "").split(os.pathsep) if name]
 RELEASE_SECONDS = 5.0  # for the driver to take back the memory of a process that has ended
 ENGINES = {
     "horovod": f"{LAUNCHERS['horovodrun']} {PYTHON} -m",
@@ -56,3 +58,15 @@ def left_on_gpus(pids: set[int]) -> set[int]:
     while (left := pids & processes()) and time.monotonic() < until:
         time.sleep(0.2)
     return left
+
+
+def note(text: str) -> None:
+    """Add a line to each file of SEEN."""
+    for path in SEEN:
+        with path.open("a") as file:
+            file.write(f"{text}\n")
+
+
+def noted() -> list[str]:
+    """Return the lines of the first file of SEEN."""
+    return SEEN[0].read_text().splitlines() if SEEN and SEEN[0].exists() else []

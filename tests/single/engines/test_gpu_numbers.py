@@ -329,14 +329,13 @@ def test_dataparallel_seeds_all_its_gpus_each_differently(monkeypatch):
 # ---- start of the engines
 
 
-@pytest.mark.parametrize(("nccl", "gpus", "tuning", "expected"), [(1, 8, True, "1"), (0, 8, True, None), (1, 0, True, None),
-                                                                  (1, 8, False, None)])  # fmt: skip
-def test_horovods_sums_complete_on_the_gpu_where_there_is_one(nccl, gpus, tuning, expected, settings, monkeypatch):
+@pytest.mark.parametrize(("nccl", "gpus", "tuning", "waits", "expected"), [(1, 8, True, 1, "1"), (0, 8, True, 1, None),
+                         (1, 0, True, 1, None), (1, 8, False, 1, None), (1, 8, True, 0, None)])  # fmt: skip
+def test_sums_complete_on_a_gpu_if_their_caller_waits(nccl, gpus, tuning, waits, expected, settings, monkeypatch):
     seen: list[str | None] = []
-    hvd: Any = SimpleNamespace(
-        nccl_built=lambda: nccl, init=lambda: seen.append(os.environ.get(name)), mpi_enabled=lambda: True
-    )
-    hvd.gloo_built = lambda: True
+    hvd: Any = SimpleNamespace(nccl_built=lambda: nccl, mpi_enabled=lambda: True, gloo_built=lambda: True)
+    hvd.init = lambda: seen.append(os.environ.get(name))
+    hvd.mpi_ops = SimpleNamespace(mpi_lib=SimpleNamespace(**{"horovod_torch_caller_waits": bool} if waits else {}))
     hvd.rank = hvd.local_rank = lambda: 0
     hvd.size = hvd.local_size = lambda: 1
     name = "HOROVOD_ENABLE_ASYNC_COMPLETION"

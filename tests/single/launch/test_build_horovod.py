@@ -69,6 +69,7 @@ def says_of_mpi(source):
     return util.partition("def mpi_built(verbose=False):\n    return ")[2].partition("\n")[0]
 
 
+ON_REQUEST = horovod_source.PATCHES / "optional" / "caller-waits.patch"
 TOOLS = [tool for tool in (["patch", "-p1", "--fuzz=0", "--batch"], ["git", "apply", "-p1"]) if shutil.which(tool[0])]
 
 
@@ -81,13 +82,13 @@ def test_patches_apply_with_the_usual_tools_to_the_same_result(released, tmp_pat
         shutil.rmtree(released / "third_party" / name)
     for tool in TOOLS:
         theirs = shutil.copytree(released, tmp_path / tool[0])
-        for patch in horovod_source.patches(mpi=False):
+        for patch in horovod_source.patches(False, ON_REQUEST):
             with patch.open() as text:
                 done = subprocess.run(tool, cwd=theirs, stdin=text, capture_output=True, text=True, env=environment)
             assert done.returncode == 0, f"{patch.name}: {done.stdout}{done.stderr}"
     with_mpi = shutil.copytree(released, tmp_path / "with_mpi")
     horovod_source.apply_patches(with_mpi, mpi=True)
-    horovod_source.apply_patches(released, mpi=False)
+    horovod_source.apply_patches(released, False, ON_REQUEST)
     assert (says_of_mpi(with_mpi), says_of_mpi(released)) == ("True", "False")
     ours = files(released)
     assert [tool[0] for tool in TOOLS if files(tmp_path / tool[0]) != ours] == []
@@ -128,16 +129,17 @@ def test_each_patch_says_why_is_documented_and_in_the_key(tmp_path, monkeypatch,
     page = (LAUNCH.parent / "docs" / "evidence" / "horovod.md").read_text()
     listed = dict(re.findall(r"^- \[(\S+)\]\(\.\./\.\./(\S+)\)", page, re.M))
     assert listed.get(patch.stem) == name
-    before = horovod_source.fingerprint()
+    before, with_more = horovod_source.fingerprint(), horovod_source.fingerprint(ON_REQUEST)
     copy = shutil.copytree(horovod_source.PATCHES, tmp_path / "patches")
     monkeypatch.setattr(horovod_source, "PATCHES", copy)
-    changed = copy / patch.relative_to(LAUNCH / "patches")
+    changed, more = copy / patch.relative_to(LAUNCH / "patches"), copy / "optional" / ON_REQUEST.name
     changed.write_text(f"Another title\n{text}")
-    assert horovod_source.fingerprint() == before
+    assert (horovod_source.fingerprint(), horovod_source.fingerprint(more)) == (before, with_more)
     changed.write_text(re.sub(r"^\+(?!\+\+ b/)", "+ ", text, count=1, flags=re.MULTILINE))
     applied = changed in horovod_source.patches(mpi=False)
     assert applied == (patch.stem != "caller-waits")
     assert (horovod_source.fingerprint() != before) == applied
+    assert horovod_source.fingerprint(more) != with_more
 
 
 # ------------------------------------------------------------------------------------------------------- cache

@@ -28,7 +28,7 @@ ROCM_TORCH = target.Torch("2.15.0+rocm7.1", "", "7.1", True, "")
 
 
 def options(**chosen):
-    return argparse.Namespace(**({"cpu": False, "gpu": False, "cuda_home": None, "mpi": "none"} | chosen))
+    return argparse.Namespace(**({"cpu": False, "gpu": False, "cuda_home": None, "mpi": "none", "patch": []} | chosen))
 
 
 def program(path, says):

@@ -27,10 +27,8 @@ class Reference(nn.Module):
     def __init__(self, model: GPT):
         super().__init__()
         sizes = model.sizes
-        self.tokens, self.positions = (
-            nn.Embedding(model.vocabulary, sizes.width),
-            nn.Embedding(sizes.context, sizes.width),
-        )
+        self.tokens = nn.Embedding(model.vocabulary, sizes.width)
+        self.positions = nn.Embedding(sizes.context, sizes.width)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 sizes.width, sizes.heads, 4 * sizes.width, dropout=0.0, activation="gelu", batch_first=True,
