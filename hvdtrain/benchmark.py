@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from hvdtrain import cli
 from hvdtrain.analysis import measuring, scaling
 from hvdtrain.datasets.text import windows
-from hvdtrain.engines import lines, precision
+from hvdtrain.engines import choice, lines
 from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.errors import UserError
@@ -137,7 +137,7 @@ class Trainer:
             self.others = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
             self.others.device = engine.device
         optimizer = optim.build_optimizer("sgd", model.parameters(), 0.01, momentum=0.9, weight_decay=0.0)
-        predivide = precision.default_predivision(flags.compression, engine.size)
+        predivide = choice.default_predivision(flags.compression, engine.size)
         settings = dict(compression=flags.compression, predivide=predivide)
         self.replica, self.optimizer = self.others.distribute(model, optimizer, **settings)
         self.others.broadcast(model, self.optimizer)
@@ -279,8 +279,8 @@ def main() -> int:
         flags.engine, tuning=flags.tuning == "auto", device=flags.device, threads=flags.threads
     ) as engine:
         flags.settle(engine.gpu_bytes)
-        flags.compression = precision.choose_compression(engine, flags.compression)
-        flags.amp = precision.choose_amp(engine, flags.amp)
+        flags.compression = choice.choose_compression(engine, flags.compression)
+        flags.amp = choice.choose_amp(engine, flags.amp)
         with engine.raising_together("start"):
             if engine.rank == 0 and flags.output_dir is not None:
                 measuring.make_writable(flags.output_dir)

@@ -28,9 +28,8 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import GLOO_ALONE, Announced, announced, bound_by_default
 from hvdtrain.launching import import_timeout, run_script
 from hvdtrain.launching.exit_codes import run_command
-from hvdtrain.launching.job_secret import job_secret
-from hvdtrain.launching.local_rendezvous import Meeting
-from hvdtrain.launching.rendezvous import meeting_point
+from hvdtrain.launching.meeting import Meeting
+from hvdtrain.launching.rendezvous import job_secret, meeting_point
 
 BY_HAND = ("torchrun", "Kubeflow")  # whose variables tell each host its number where no launcher starts all of them
 

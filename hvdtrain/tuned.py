@@ -28,7 +28,7 @@ from hvdtrain.launching.exit_codes import end_with
 from hvdtrain.models import compile_cache
 
 if TYPE_CHECKING:
-    from hvdtrain.guards.script_watchdog import ScriptWatchdog
+    from hvdtrain.engines.foreign import ScriptWatchdog
 
 COMMAND_NAME = "hvdtrain.tuned"
 
@@ -104,9 +104,7 @@ def attach_to_script(flags: argparse.Namespace, place: Announced) -> list["Scrip
         from hvdtrain.engines import foreign
 
         if flags.watch is not None:
-            from hvdtrain.guards.script_watchdog import ScriptWatchdog
-
-            watchdogs.append(ScriptWatchdog(None if flags.watch == "auto" else flags.watch))
+            watchdogs.append(foreign.ScriptWatchdog(None if flags.watch == "auto" else flags.watch))
         foreign.attach(hvd, place, watchdogs[0] if watchdogs else None, repeatable=flags.repeatable)
 
     import_timeout.ImportHook("horovod.torch", arrived)

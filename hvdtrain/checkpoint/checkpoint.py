@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.models.weight_files import MOST_HEADER_BYTES, MOST_TENSORS, refuse_large_header
+from hvdtrain.models.weights import MOST_HEADER_BYTES, MOST_TENSORS, refuse_large_header
 from hvdtrain.output.metric_names import best_of
 
 if TYPE_CHECKING:

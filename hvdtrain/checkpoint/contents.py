@@ -23,11 +23,11 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.engines.accelerators import module_of
-from hvdtrain.engines.broadcasts import load_exactly
+from hvdtrain.engines.collectives import load_exactly
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, named_parameters, uncompiled_name
 from hvdtrain.engines.portable import TENSOR, NotStored, difference_of_values, from_json, require_no_meta, to_json
-from hvdtrain.models.weight_files import require_match
+from hvdtrain.models.weights import require_match
 
 OBJECTS = "objects"
 IMPLEMENTATION = ("fused", "foreach", "capturable")  # settings of torch's optimizers
@@ -309,9 +309,7 @@ def load_registered(name: str, what: Any, state: Any) -> None:
             require_match(state, tensors_of(what), types=True)
             load_by_own_names(what, state)
         else:
-            if isinstance(
-                what, lr_scheduler.LRScheduler
-            ):  # load_state_dict accepts any type, and the next step would fail
+            if isinstance(what, lr_scheduler.LRScheduler):  # which accepts any type, and would fail in the next step
                 for key, mine in what.state_dict().items():
                     require_number(key, mine, state.get(key, mine))
             what.load_state_dict(state)

@@ -98,9 +98,8 @@ class Remote:
         try:
             held = json.loads(content)
             named = {name: dict(held["checkpoints"][name]) for name in sorted(held["checkpoints"], key=by_step)[::-1]}
-            if all(
-                map(checkpoint.CHECKPOINT_NAME.fullmatch, named)
-            ):  # a name may come from a stranger, and lead elsewhere
+            # A name may come from a stranger, and lead elsewhere.
+            if all(map(checkpoint.CHECKPOINT_NAME.fullmatch, named)):
                 return held["run"], held["writer"], named
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass

@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.checksums import tensor_checksum
-from hvdtrain.checkpoint.own import persistent_buffers
+from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import uncompiled_name
-from hvdtrain.engines.portable import to_json
+from hvdtrain.engines.portable import bytes_of, has_memory
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
 
@@ -95,34 +92,14 @@ def numbers_of(what: object) -> dict[str, Any]:
     }
 
 
-class TensorMarks:
-    """The tensors of one attribute of a registered object, as they were when it was registered."""
-
-    def __init__(self, tensors: Sequence[Tensor]):
-        self._marks = [mark_of(one) for one in tensors]
-        small = sum(one.numel() for one in tensors) <= MOST_COMPARED
-        self._values = [one.detach().clone() for one in tensors] if small else None
-
-    def has_changed(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the attribute has other values now. Of many values: whether they were written."""
-        if [mark_of(one) for one in tensors] == self._marks:
-            return False
-        return self._values is None or not all_equal(tensors, self._values)
-
-
 MOST_COMPARED = 2**16  # values
 
 
-def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes with a tensor: where it is, and how often it was written."""
-    return tensor.data_ptr(), tensor._version
-
-
-def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether these are the same values."""
-    return len(some) == len(others) and all(
-        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(some, others, strict=True)
-    )
+def mark_of(tensors: Sequence[Tensor]) -> object:
+    """Return what changes with tensors: few values themselves; of many, where they are, and how often they were written."""
+    if all(map(has_memory, tensors)) and sum(one.numel() for one in tensors) <= MOST_COMPARED:
+        return [(one.dtype, one.shape, bytes_of(one).numpy().tobytes()) for one in tensors]
+    return [(one.data_ptr(), one._version) for one in tensors]
 
 
 def tensors_held(what: object) -> dict[str, list[Tensor]]:
@@ -193,7 +170,7 @@ class Objects:
         self._of_program: GroupSettings = []  # of the optimizers, as the program has made them
         self._saved: GroupSettings = []  # of the optimizers in the checkpoint, until training begins
         self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
-        self._held: dict[str, dict[str, TensorMarks]] = {}  # their tensors, until a checkpoint has them
+        self._held: dict[str, dict[str, object]] = {}  # marks of their tensors, until a checkpoint has them
         self._marks = [marks_of(optimizer) for optimizer in prepared.optimizers]
         self._compared = False  # the states of optimizers, between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
@@ -224,8 +201,7 @@ class Objects:
             for optimizer in self._prepared.optimizers:
                 state = optimizer.state_dict()["state"]
                 with contents.storable(*contents.about_optimizer(optimizer)):
-                    packed = to_json(state, lambda tensor: int(tensor_checksum(tensor)))
-                sums.append(hashlib.sha256(json.dumps(packed).encode()).hexdigest() if state else "")
+                    sums.append(digest_of_values(state) if state else "")
         for rank, theirs in enumerate(rows := self._engine.all_gather_object(sums, "optimizer states.sums")):
             if theirs != rows[0]:
                 what = kinds[next(number for number, one in enumerate(theirs) if one != rows[0][number])]
@@ -276,7 +252,7 @@ class Objects:
         """Say once that a registered object keeps what it learns in tensors, and that its state has none, as of a metric of
         torchmetrics. One that has some may compute others from them."""
         held, now = self._held[name], tensors_held(what)
-        changed = [attribute for attribute in held if held[attribute].has_changed(now.get(attribute, []))]
+        changed = [attribute for attribute, mark in held.items() if mark != mark_of(now.get(attribute, []))]
         if not changed:
             return
         held.clear()
@@ -330,9 +306,8 @@ class Objects:
     def restore_settings(self, only: Sequence[torch.optim.Optimizer] | None = None) -> None:
         """Give the optimizers the checkpoint's settings. only: these, whose scheduler is registered, and has set the
         rate when it was created."""
-        for optimizer, settings in zip(
-            self._prepared.optimizers, self._saved, strict=False
-        ):  # `_saved` is empty in a new run
+        # `_saved` is empty in a new run.
+        for optimizer, settings in zip(self._prepared.optimizers, self._saved, strict=False):
             if only is not None and not any(optimizer is one for one in only):
                 continue
             if not any(optimizer is one for one in self._begun_again):
@@ -347,7 +322,7 @@ class Objects:
         self.registered |= objects
         self._began |= {name: numbers_of(what) for name, what in objects.items()}
         for name, what in objects.items():
-            self._held[name] = {attribute: TensorMarks(tensors) for attribute, tensors in tensors_held(what).items()}
+            self._held[name] = {attribute: mark_of(tensors) for attribute, tensors in tensors_held(what).items()}
         self._chosen |= (chosen := chosen_for([], objects))
         if self._resume.facts is None:
             return

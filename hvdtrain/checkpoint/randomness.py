@@ -14,7 +14,7 @@ import torch
 
 from hvdtrain.checkpoint.own import MOST_APART, Moment, Provider, Saved, digest_of_values
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.portable import to_json
+from hvdtrain.engines.portable import difference_of_values
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 GeneratorStates = dict[str, Any]  # by the name of the generator
@@ -153,7 +153,7 @@ class Generators(Provider):
             {
                 name: state
                 for name, state in states.items()
-                if all(same_state(state, pair[which].get(name)) for pair in pairs)
+                if not any(difference_of_values(state, pair[which].get(name)) for pair in pairs)
             }
             for which, states in enumerate(pairs[0])
         ]
@@ -163,11 +163,6 @@ class Generators(Provider):
         if unlike:
             message = f"the checkpoint has {' and '.join(unlike)} of {len(pairs)} ranks, each another one"
             self._say(f"{message}: on the other ranks, they begin from new seeds")
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Return whether two states are equal."""
-    return bool(to_json(one) == to_json(other))
 
 
 def reseed(generator: object, seed: int) -> None:

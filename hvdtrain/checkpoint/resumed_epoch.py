@@ -16,7 +16,7 @@ from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.objects import GroupSettings, settings_of
 from hvdtrain.checkpoint.own import Modes, Moment
-from hvdtrain.engines.broadcasts import load_exactly
+from hvdtrain.engines.collectives import load_exactly
 from hvdtrain.engines.portable import difference_of_values, from_json, to_json
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState

@@ -15,7 +15,6 @@ from torch import nn
 
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.checksums import require_same_on_all
 from hvdtrain.checkpoint.objects import Objects
 from hvdtrain.checkpoint.own import (
     EXTRA,
@@ -26,6 +25,7 @@ from hvdtrain.checkpoint.own import (
     Own,
     Provider,
     Saved,
+    require_same_on_all,
     unlike_integers,
     unlike_object,
 )

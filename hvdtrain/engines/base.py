@@ -1,5 +1,4 @@
-"""`Engine`, the interface of all engines: the ranks of one run, their gradients, and the end. See collectives.py and
-broadcasts.py, too."""
+"""`Engine`, the interface of all engines: the ranks of one run, their gradients, and the end. See collectives.py, too."""
 
 import contextlib
 from abc import abstractmethod
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines.broadcasts import Broadcasts
+from hvdtrain.engines.collectives import Collectives
 from hvdtrain.guards.activity import Activity
 
 
@@ -34,7 +33,7 @@ class Setting(str):
     __slots__ = ()
 
 
-class Engine(Broadcasts):
+class Engine(Collectives):
     """The ranks of one run. Use it as a context manager: leaving it shuts the engine down."""
 
     name: str  # the value of --engine
@@ -60,9 +59,8 @@ class Engine(Broadcasts):
         self.activity = Activity()
         self.tuning = tuning
         self.rank, self.size = rank, size
-        self.ending: Callable[[], contextlib.AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        )  # around the shutdown
+        # Around the shutdown.
+        self.ending: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.parts: list[Engine] = []  # engines over some of these ranks (parts.py), shut down with this one
 
     def ranks(self) -> Sequence[int]:

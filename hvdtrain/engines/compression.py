@@ -89,9 +89,7 @@ def send_buckets_together(kind: Any, hvd: Any, compressor: GradientCompressor) -
 # ---- what collectives carry
 
 # Types that Horovod and Gloo both broadcast and gather. Trap: over NCCL, Horovod raises for bool and int16.
-KNOWN = frozenset(
-    [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
-)  # fmt: skip
+KNOWN = frozenset([torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
 
 
 def carries_bf16() -> bool:

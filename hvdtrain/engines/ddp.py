@@ -29,8 +29,8 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import remedy
 from hvdtrain.guards.activity import Activity, collective
 from hvdtrain.guards.evidence import record_collectives
-from hvdtrain.launching.local_rendezvous import first_few
 from hvdtrain.launching.rendezvous import (
+    first_few,
     horovods_server,
     meeting_point,
     own_address_towards,

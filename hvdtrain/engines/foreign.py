@@ -1,14 +1,16 @@
-"""Hooks into Horovod for a script that does not use hvdtrain. They are installed right after its import.
+"""Hooks into Horovod for a script that does not use hvdtrain, installed right after its import, and the watch they tell.
 
 All calls of a script pass through a few functions of `horovod.torch`, whichever names the script imports: initialization,
 shutdown, the wait of every collective, and the step of each optimizer.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,11 +19,11 @@ from hvdtrain.engines.distributed_optimizer import buckets, use_buckets
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import Announced, remedy
-from hvdtrain.engines.lines import WRITE_SECONDS, within
+from hvdtrain.engines.lines import WRITE_SECONDS, put_line, within
+from hvdtrain.guards.connection import Fail
+from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.guards.watch import Watch, watch_ranks
 from hvdtrain.launching.exit_codes import say_error
-
-if TYPE_CHECKING:
-    from hvdtrain.guards.script_watchdog import ScriptWatchdog
 
 
 class ForeignEngine(HorovodEngine):
@@ -38,7 +40,65 @@ class ForeignEngine(HorovodEngine):
         pass
 
 
-def attach(hvd: ModuleType, place: Announced, watchdog: "ScriptWatchdog | None", *, repeatable: bool) -> None:
+class ScriptWatchdog:
+    """Ends the job if a rank hangs. seconds: see `HangTimeouts`. `hear` has its methods called.
+
+    Collectives and batches count as progress. Until the first step of an optimizer, the longer limit of start-up applies.
+    Without `seconds`, a rank at work has an hour: nothing tells us of an evaluation, a checkpoint or a download.
+    """
+
+    def __init__(self, seconds: float | None):
+        self._timeouts = HangTimeouts(seconds, patient=seconds is None)
+        self.watch: Watch | None = None
+        self.steps = 0
+
+    def started(self, engine: Engine) -> None:
+        """Called after `hvd.init()` on every rank. Collectives are allowed here."""
+        self.engine = engine
+        self.watch = watch_ranks(engine, self._timeouts, guest=True)
+        if self.watch.warning is not None and engine.rank == 0:
+            put_line(sys.stderr, self.watch.warning + "\n")
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager for the script's wait for a collective."""
+        main = self.watch is not None and threading.current_thread() is threading.main_thread()
+        if main:
+            self.engine.activity.compute()
+            self.engine.activity.collective = "synchronize"
+        try:
+            yield
+        finally:
+            if main:
+                self.engine.activity.collective = None
+            self.progressed()
+
+    def progressed(self) -> None:
+        """Called after a collective, and after a DataLoader has returned a batch."""
+        if self.watch is not None:
+            self.engine.activity.heartbeat()
+            self.engine.activity.compute()
+
+    def stepped(self) -> None:
+        """Called after a step of a DistributedOptimizer over all ranks."""
+        self.steps += 1
+        if self.watch is not None:
+            self.engine.activity.finish_step(self.steps)
+            self.engine.activity.update()
+
+    def end(self, error: BaseException | None = None, exit_code: object = 0) -> None:
+        """Called before `hvd.shutdown()` and at the end of the script. error: the exception that ended it, if any."""
+        failure = Fail(f"it ended with exit code {exit_code}") if exit_code else None
+        if error is not None:
+            failure = Fail(f"{type(error).__name__}: {error}", isinstance(error, UserError))
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            with contextlib.suppress(OSError):
+                watch.close(failure)
+            watch.make_leaving().start()
+
+
+def attach(hvd: ModuleType, place: Announced, watchdog: ScriptWatchdog | None, *, repeatable: bool) -> None:
     """Install the hooks in the Horovod module that a script has just imported.
 
     watchdog: told of each event. repeatable: use fixed gradient buckets in all optimizers.
@@ -80,7 +140,7 @@ def check_ranks(hvd: Any, place: Announced) -> None:
     basics.init = checked
 
 
-def hear(hvd: Any, watchdog: "ScriptWatchdog") -> None:
+def hear(hvd: Any, watchdog: ScriptWatchdog) -> None:
     """Tell `watchdog` of each event, in the thread in which it happens."""
     ops, optimizers = hvd.mpi_ops, sys.modules["horovod.torch.optimizer"]
     set_up, shutdown, wait = ops._setup_process_sets, ops._basics.shutdown, ops.mpi_lib.horovod_torch_wait_and_clear
@@ -120,7 +180,7 @@ def hear(hvd: Any, watchdog: "ScriptWatchdog") -> None:
     loaders._BaseDataLoaderIter.__next__ = load
 
 
-def telling(step: Callable[..., Any], watchdog: "ScriptWatchdog") -> Callable[..., Any]:
+def telling(step: Callable[..., Any], watchdog: ScriptWatchdog) -> Callable[..., Any]:
     """Return `step`, wrapped so that the watchdog is told after each step over all ranks."""
 
     # A plain function: Horovod copies it into a class that it creates for each optimizer.

@@ -1,4 +1,5 @@
 """Settings for speed and for where a rank runs: variables of Horovod and MPI, read in `hvd.init()`, and those of malloc.
+And what Gloo needs of a host.
 
 Does not import torch.
 """
@@ -6,10 +7,12 @@ Does not import torch.
 import contextlib
 import ctypes
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.engines import gloo
+from hvdtrain.engines import files
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import GLOO_ALONE, OPEN_MPI_NAME, alone_in_pid_namespace, in_batch_shell
 
 # With the defaults, each rank has three threads that spin or poll: MPI's progress engine, Horovod's background thread, and
@@ -64,7 +67,7 @@ def prepare_environment(size: int, launcher: str, *, gloo_built: bool) -> list[s
     if launcher == OPEN_MPI_NAME:
         os.environ.update(tuned_environment(os.environ, ABORT_DELAY))
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-        gloo.refuse_unusable(os.environ)
+        refuse_unusable(os.environ)
     first = ""
     with contextlib.suppress(OSError):  # /proc may hide the processes of others (hidepid)
         first = Path("/proc/1/comm").read_text().strip()
@@ -88,3 +91,57 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     except (OSError, AttributeError):  # not glibc
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, NEVER))
+
+
+# ---- what Gloo needs of a host, checked before Horovod starts: it would crash
+
+GLOO_SIZES = ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")  # of the groups in which Gloo connects every rank with every other
+GLOO_SPARE_FILES = 16  # open files besides Gloo's connections: the watchdog's, metrics, checkpoints
+SERVER_SECONDS = 30.0  # for the rendezvous server to accept a connection
+
+
+def refuse_unknown_own_name(name: str) -> None:
+    """Raise UserError where the host's own `name` has no address of this host: Gloo looks it up, and crashes without one."""
+    try:
+        # Bytes: any name that a host may have.
+        addresses = socket.getaddrinfo(os.fsencode(name), None, type=socket.SOCK_STREAM)
+    except OSError:
+        remedy = f"add `127.0.0.1 {name}` to /etc/hosts (podman run --add-host {name}:127.0.0.1)"
+        raise UserError(f"this host's own name {name} does not resolve, and Gloo needs it: {remedy}") from None
+    for family, kind, _, _, address in addresses:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return
+    message = f"this host's own name {name} resolves to {addresses[0][4][0]}, which is not an address of this host"
+    raise UserError(f"{message}, and Gloo needs one: correct the name's line in /etc/hosts")
+
+
+def refuse_absent_server(environment: Mapping[str, str]) -> None:
+    """Raise UserError where Horovod's rendezvous server does not answer, as where variables of a job that is over are
+    left: Horovod would crash."""
+    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    address, port = (environment.get(name, "") for name in names)
+    address = address.partition("/")[0]  # behind it is what only the job may know
+    try:
+        socket.create_connection((address.removesuffix(f":{port}"), int(port)), SERVER_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:  # ValueError: not a number, or not a host name
+        message = ", ".join(f"{name}={value[:80]!r}" for name, value in zip(names, (address, port), strict=True))
+        remedy = "if they are left over from another job, unset all HOROVOD_* variables"
+        raise UserError(f"no rendezvous server at {message} ({error}): {remedy}") from None
+
+
+def refuse_too_few_files(size: int, local_size: int, cross_size: int) -> None:
+    """Allow this process as many open files as Gloo's connections need. Raise UserError where that is not permitted: Gloo
+    would crash."""
+    # Measured: 4 + 4 * size on one host, where each other rank is in two of Gloo's three groups.
+    needed = sum(1 for _ in Path("/proc/self/fd").iterdir()) + GLOO_SPARE_FILES + 2 * (size + local_size + cross_size)
+    if not files.allow_open_files(needed):
+        remedy = f"raise `ulimit -n` to {needed}, or use fewer ranks"
+        raise UserError(f"this user may open fewer files than Gloo needs for {size} ranks: {remedy}")
+
+
+def refuse_unusable(environment: Mapping[str, str]) -> None:
+    """Raise UserError where Horovod would crash in Gloo."""
+    refuse_absent_server(environment)
+    refuse_unknown_own_name(socket.gethostname())
+    refuse_too_few_files(*(int(environment.get(f"HOROVOD_{name}", "1")) for name in GLOO_SIZES))

@@ -4,6 +4,7 @@ Each rank changes its own buffers in its forward passes, such as batch norm's ru
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,35 @@ def floating_buffers(models: Sequence[nn.Module]) -> Iterable[Tensor]:
     """Return the floating-point buffers of all models, in order, without sparse ones."""
     floating = (buffer for model in models for buffer in model.buffers() if buffer.is_floating_point())
     return (buffer for buffer in floating if buffer.layout is torch.strided)
+
+
+class NamedBuffer(NamedTuple):
+    """A buffer, and the layer that has it."""
+
+    tensor: Tensor
+    layer: nn.Module
+    is_statistic: bool  # a running statistic of batch norm
+    saved: bool  # whether a state_dict has it
+
+
+def named_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, NamedBuffer]:
+    """Return each buffer once, without sparse ones, by its unique name. modules: with what their names begin with."""
+    named, known = dict[str, NamedBuffer](), set[int]()
+    for prefix, module in modules:
+        for path, layer in module.named_modules():
+            statistics = statistics_of_layer(layer)
+            for name, tensor in layer.named_buffers(recurse=False):
+                if id(tensor) not in known and tensor.layout is torch.strided:
+                    known.add(id(tensor))
+                    full = prefix + uncompiled_name(f"{path}.{name}" if path else name)
+                    saved = name not in layer._non_persistent_buffers_set
+                    named[full] = NamedBuffer(tensor, layer, name in statistics, saved)
+    return named
+
+
+def buffers_of_models(models: Sequence[nn.Module]) -> dict[str, NamedBuffer]:
+    """Return each buffer of the models of a run once, by its unique name."""
+    return named_buffers(zip(prefixes_of_models(models), models, strict=True))
 
 
 def all_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -52,9 +52,8 @@ class LocalSteps(Feature):
         self._check_steps: int = flags.check_steps
         self._rate, self._decay = flags.outer_lr, flags.outer_momentum
         self._wire, self._predivide = WIRE_DTYPES[flags.compression], flags.gradient_predivide_factor
-        self._leaders: list[int] = engine.all_gather_object(
-            self._group.ranks()[0], "workers"
-        )  # of each rank, its group's first
+        # Of each rank, the first one of its group.
+        self._leaders: list[int] = engine.all_gather_object(self._group.ranks()[0], "workers")
 
     def prepare(self, run: Run) -> None:
         self._run, self._prepared = run, run.prepared()
@@ -78,9 +77,8 @@ class LocalSteps(Feature):
         # What no optimizer trains: frozen weights, those that the script itself changes, registered averages of weights.
         self._others: list[Tensor] = []
         self._others_shared: list[Tensor] = []
-        self._known = {
-            id(t) for t in (*self._parameters, *floating_buffers(prepared.models))
-        }  # buffers: made the same anyway
+        # Buffers, too: they are made the same anyway.
+        self._known = {id(t) for t in (*self._parameters, *floating_buffers(prepared.models))}
         self._follow(p for model in prepared.models for p in model.parameters())
         self._follows_registered = False
 

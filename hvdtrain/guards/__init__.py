@@ -7,5 +7,4 @@ connection.py   who the ranks are, what became of those that are gone, and the c
 evidence.py     where this process is, whether it works, whether it has a core, the last collectives of its GPU
 limits.py       time limits of the start, before there is a watch, and of the end after it
 activity.py     what the main thread is doing, as engines and the loop say it
-script_watchdog.py: the watch of a script that does not use hvdtrain
 """

@@ -19,11 +19,9 @@ from torch.utils.data import DataLoader
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.dataloaders import is_stream
-from hvdtrain.inputs.inputs import Batch, Input, InputKind
-from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sharding import PlannedBatch, mixed_seed
+from hvdtrain.inputs.inputs import Batch, Input, InputKind, are_tensors
+from hvdtrain.inputs.sharding import Plan, PlannedBatch, mixed_seed
 from hvdtrain.inputs.sources import open_input
-from hvdtrain.inputs.tensors import are_tensors
 from hvdtrain.loop.state import Initial, TrainState
 
 LoaderPart = tuple[Input, int]  # a data set of the step, and its number of samples for each sample of the first one

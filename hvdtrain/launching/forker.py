@@ -1,4 +1,5 @@
-"""The process that imports torch, Horovod and the program's modules once, and forks ranks from then on.
+"""The process that imports torch, Horovod and the modules in the program's import statements once, and forks ranks from
+then on. Of the program's modules, those are imported that are known to be safe before a fork; a rank imports the others.
 
 hvdtrain.starter --local-ranks     forks it (`start_forker`), and asks it for each rank of this host (supervisor.py)
 launch/*.sh --restarts             starts it; a client in place of each rank asks it, in every attempt (fork_client.py):
@@ -13,8 +14,10 @@ A fork copies only the calling thread. Therefore this process has one thread, an
 has its own process group, and ends when this process ends.
 """
 
+import ast
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -22,12 +25,13 @@ import selectors
 import signal
 import socket
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn
-from hvdtrain.launching import exit_codes, import_timeout, preload, processes, rank_exit, run_script
+from hvdtrain.launching import exit_codes, import_timeout, processes, run_script
 from hvdtrain.launching.fork_client import FORK_SERVER_VARIABLE, HANDED_ON, Request, peer
 from hvdtrain.launching.signal_socket import SignalSocket
 
@@ -35,6 +39,11 @@ CHILD_CHECK_SECONDS = 1.0  # between two checks whether the parent process still
 FORK_REQUEST_SECONDS = 10.0  # time limit for a connected client to send its request
 MOST_REQUEST_BYTES = 2**26  # limit for a client's environment and arguments
 FAILED, REFUSED = b"failed", b"refused"  # answers to the starter, besides pid and exit code
+# Packages whose import starts no thread, and touches neither MPI nor a GPU.
+SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
+FIRST_IMPORTS = ("torch", "horovod.torch")
+# Modules that hvdtrain's programs import later.
+OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist_data")
 
 
 class Rank(NamedTuple):
@@ -132,7 +141,7 @@ def main() -> int:
     os.close(null)
     try:
         source = run_script.source(run_script.find_program(words))
-        if not any(name.split(".")[0] == "hvdtrain" for name in preload.modules_of(source)):
+        if not any(name.split(".")[0] == "hvdtrain" for name in modules_of(source)):
             return 0
         import_once(source, ())
     except UserError:  # no such program: each rank says so
@@ -143,15 +152,6 @@ def main() -> int:
         return 1
     serve_forks(listener, starter)
     os._exit(0)
-
-
-def import_once(source: str, asked: Sequence[str]) -> None:
-    """Import what the ranks share."""
-    rank_exit.prepare_exit()
-    gc.disable()
-    preload.preload(source, asked)
-    preload.keep_finalizers_to_this_process()
-    gc.freeze()  # the garbage collector would write to memory pages that the ranks share
 
 
 def reduces_on_gpus() -> bool:
@@ -295,7 +295,8 @@ def become_rank(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = stream_of(1, unbuffered), stream_of(2, unbuffered, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc] # they are Final
-    preload.fresh_generators()
+    if "numpy" in sys.modules:  # else its global generator would be the same in all ranks. (Python reseeds its own.)
+        sys.modules["numpy"].random.seed()
     gc.enable()
     if asked.proxy:  # it has no use for the message, and must notice when this connection is closed
         connection.close()
@@ -303,7 +304,7 @@ def become_rank(
         program = program or run_script.find_program(asked.words)
     except UserError as error:
         exit_codes.end_with(error)
-    rank_exit.run_rank(program, lambda code: tell(connection, FAILED + b" %d" % code))
+    run_script.run_rank(program, lambda code: tell(connection, FAILED + b" %d" % code))
 
 
 def stream_of(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:
@@ -311,6 +312,97 @@ def stream_of(number: int, unbuffered: bool, errors: str = "strict") -> io.TextI
     made = open(number, "w", errors=errors, closefd=False)  # noqa: SIM115
     made.reconfigure(line_buffering=number == 2 or os.isatty(number), write_through=unbuffered)
     return made
+
+
+# ---- what the ranks share
+
+
+def import_once(source: str, asked: Sequence[str]) -> None:
+    """Import what the ranks of a program with this `source` share. asked: modules to import, too."""
+    run_script.prepare_exit()
+    gc.disable()
+    preload(source, asked)
+    # Turn off the exit handlers of what is imported by now, so that the ranks do not run them. torch registers hundreds of
+    # them, which would copy 28 MB of shared pages in each rank.
+    for each in gc.get_objects():
+        if type(each) is weakref.finalize:
+            each.atexit = False
+    gc.freeze()  # the garbage collector would write to memory pages that the ranks share
+
+
+def modules_of(source: str) -> list[str]:
+    """Return the safe modules in the top-level import statements of `source`, in their order.
+
+    For `from a import b`, the list has both a and a.b, which may be a module.
+    """
+    found: list[str] = []
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Import):
+            found += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
+            found += [statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)]
+    return [name for name in dict.fromkeys(found) if name.split(".")[0] in SAFE]
+
+
+def preload(source: str, asked: Sequence[str]) -> None:
+    """Import the modules that a program with this `source` imports, and those in `asked`.
+
+    Raises UserError if a module in `asked` cannot be imported, or an import is not safe before a fork.
+    """
+    # torch.cuda.is_available() then asks NVML, as device_count() does. CUDA's own answer would keep CUDA from the ranks.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with contextlib.suppress(ImportError):
+        import numpy  # noqa: F401 - its OpenBLAS starts threads, and handles forks itself
+    allowed = len(processes.own_threads())
+    wanted = [*FIRST_IMPORTS, *modules_of(source)]
+    if any(name.startswith("hvdtrain.") for name in wanted):
+        wanted += OF_HVDTRAIN
+    for name in wanted:
+        _load(name)  # ignore errors: each rank will report them itself
+    _check(allowed, "what the program imports")
+    for name in asked:
+        if error := _load(name):
+            raise UserError(f"--import {name} cannot be imported: {type(error).__name__}: {error}", everywhere=True)
+        _check(allowed, f"--import {name}")
+
+
+def _load(name: str) -> Exception | None:
+    parent, _, attribute = name.rpartition(".")
+    if parent in sys.modules and hasattr(sys.modules[parent], attribute):
+        return None
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return error
+    return None
+
+
+def _check(allowed: int, what: str) -> None:
+    """Raise UserError if importing `what` did something that does not survive a fork. allowed: number of threads."""
+    done = []
+    if len(processes.own_threads()) > allowed:
+        done.append("starts threads")
+    torch = sys.modules.get("torch")
+    if torch is not None and (torch.cuda.is_initialized() or _keeps_cuda_from_ranks()):
+        done.append("starts CUDA")
+    if "mpi4py.MPI" in sys.modules:
+        done.append("starts MPI")
+    if done:
+        remedy = "leave it out" if what.startswith("--") else "leave --local-ranks out"
+        raise UserError(f"{what} {' and '.join(done)}, which does not survive a fork: {remedy}", everywhere=True)
+
+
+def _keeps_cuda_from_ranks() -> bool:
+    """Return whether a rank that is forked now could not use this host's GPUs. Only a forked process is told."""
+    import torch
+
+    from hvdtrain.engines import gpu
+
+    if not gpu.gpus_here(os.environ):
+        return False
+    if (pid := os.fork()) == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(pid, 0)[1] != 0
 
 
 if __name__ == "__main__":

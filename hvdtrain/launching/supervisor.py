@@ -15,7 +15,7 @@ from hvdtrain.launching.exit_codes import FAILED as EXIT_FAILED
 from hvdtrain.launching.exit_codes import STOPPED, TARGET_MISSED, WRONG_INPUT
 from hvdtrain.launching.fork_client import HANDED_ON, fork_request, send
 from hvdtrain.launching.forker import FAILED, REFUSED, Forker
-from hvdtrain.launching.local_rendezvous import FAILURE_SECONDS, Meeting
+from hvdtrain.launching.meeting import FAILURE_SECONDS, Meeting
 from hvdtrain.launching.processes import runs
 from hvdtrain.launching.signal_socket import SignalSocket
 

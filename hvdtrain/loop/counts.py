@@ -73,9 +73,8 @@ class Counts:
         left, whole = self._engine.sum(numbers, "samples")
         if device.type != "cpu":  # the sums stay there
             self.least = left
-            self._multiply(
-                (whole / left).float(), optimizers
-            )  # infinite without samples, which `require_some` explains
+            # Infinite without samples, which `require_some` explains.
+            self._multiply((whole / left).float(), optimizers)
         elif left != whole:
             if not left and self._engine.of_all_ranks:
                 raise UserError(self._none())

@@ -11,23 +11,24 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hvdtrain.checkpoint.checksums import checksums
+from hvdtrain.checkpoint.own import checksums
 from hvdtrain.engines.accelerators import read_scalars, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import (
     COUNTER,
+    NamedBuffer,
+    buffers_of_models,
     kind_of,
-    prefixes_of_models,
+    named_buffers,
     running_statistics,
     statistics_of_layer,
-    uncompiled_name,
 )
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
@@ -108,9 +109,7 @@ class Recorded:
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor | float] = field(default_factory=dict)  # the sum of `count`, if that was given
     rows: dict[str, int] = field(default_factory=dict)  # the number of values that were given one for each sample
-    rows_in_sums: dict[str, int] = field(
-        default_factory=dict
-    )  # the number of samples in batches of which a sum was given
+    rows_in_sums: dict[str, int] = field(default_factory=dict)  # samples in batches of which a sum was given
     samples: int = 0  # in the batches yielded so far
 
     def counted(self, name: str) -> int:
@@ -298,15 +297,6 @@ NONE: Mapping[str, nn.Module] = {}
 BUFFER_ALIKE = "make it alike on every rank, or register_buffer(..., persistent=False), which no checkpoint holds"
 
 
-class NamedBuffer(NamedTuple):
-    """A buffer, and the layer that has it."""
-
-    tensor: Tensor
-    layer: nn.Module
-    is_statistic: bool  # a running statistic of batch norm
-    saved: bool  # whether checkpoints have it
-
-
 class SharedBuffers:
     """The buffers of a run's models."""
 
@@ -348,22 +338,12 @@ class SharedBuffers:
     def _named(self, registered: Mapping[str, nn.Module]) -> dict[str, NamedBuffer]:
         """Return each buffer that ranks should have in common, once: of the models all, of registered modules the
         statistics, and of how many batches these are."""
-        modules = [
-            (prefix, model) for prefix, model in zip(prefixes_of_models(self._models), self._models, strict=True)
-        ]
-        modules += [(f"{name}.", module) for name, module in registered.items()]
-        named, known = dict[str, NamedBuffer](), set[int]()
-        for number, (prefix, module) in enumerate(modules):
-            for path, layer in module.named_modules():
-                statistics = statistics_of_layer(layer)
-                for name, tensor in layer.named_buffers(recurse=False):
-                    shared = number < len(self._models) or name in statistics or (statistics and name == COUNTER)
-                    if not shared or id(tensor) in known or tensor.layout is not torch.strided:
-                        continue
-                    known.add(id(tensor))
-                    full = prefix + uncompiled_name(f"{path}.{name}" if path else name)
-                    saved = name not in layer._non_persistent_buffers_set
-                    named[full] = NamedBuffer(tensor, layer, name in statistics, saved)
+        named = buffers_of_models(self._models)
+        own = {id(buffer.tensor) for buffer in named.values()}
+        for name, buffer in named_buffers((f"{name}.", module) for name, module in registered.items()).items():
+            shared = buffer.is_statistic or (name.endswith(COUNTER) and statistics_of_layer(buffer.layer))
+            if shared and id(buffer.tensor) not in own:
+                named[name] = buffer
         return named
 
     def compare(self, registered: Mapping[str, nn.Module] = NONE) -> tuple[dict[str, NamedBuffer], list[str]]:

@@ -4,8 +4,8 @@ A feature is one file in hvdtrain/features, and its lines in loop/start.py, whic
 core calls these methods and imports no feature. Without the file and the line, all else works.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint.own import Provider
 
@@ -56,15 +56,11 @@ class Features:
         self._choose()
 
     def _choose(self) -> None:
-        self.before_step: list[tuple[int, Callable[[Step], None]]] = [
-            (one.every, one.before_step) for one in self.all if type(one).before_step is not Feature.before_step
-        ]
-        self.reduced: list[Callable[[Step], None]] = [
-            one.reduced for one in self.all if type(one).reduced is not Feature.reduced
-        ]
-        self.after_step: list[Callable[[Step], None]] = [
-            one.after_step for one in self.all if type(one).after_step is not Feature.after_step
-        ]
+        self.before_step = [(method.__self__.every, method) for method in self._overriding("before_step")]
+        self.reduced, self.after_step = self._overriding("reduced"), self._overriding("after_step")
+
+    def _overriding(self, name: str) -> list[Any]:
+        return [getattr(one, name) for one in self.all if getattr(type(one), name) is not getattr(Feature, name)]
 
     def no_more_after_steps(self, feature: Feature) -> None:
         """Do not call its `after_step` any more."""

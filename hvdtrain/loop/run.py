@@ -16,120 +16,29 @@ from torch import Tensor
 
 from hvdtrain.checkpoint.checkpoint import Facts, name_of
 from hvdtrain.checkpoint.own import IN_STEPS, Moment
-from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines.accelerators import recorded
-from hvdtrain.engines.base import AMP_DTYPES, Engine
 from hvdtrain.engines.errors import Failure
-from hvdtrain.flags import Flags
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sharding import passes_per_step
-from hvdtrain.inputs.sources import Data, data_described, require_default_device
+from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
-from hvdtrain.loop.feature import Feature, Features
 from hvdtrain.loop.mistakes import refusal
-from hvdtrain.loop.prepare import Prepared, prepare, sorted_objects
-from hvdtrain.loop.state import Best, Initial, Length, Ranked, Stage, TrainState
+from hvdtrain.loop.prepare import prepare, sorted_objects
+from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
-from hvdtrain.loop.stopping import Decision, Stopped, Stopping
-from hvdtrain.output.clock import Clock
-from hvdtrain.output.metric_names import Metric, require_free
-from hvdtrain.output.metrics_logger import MetricsLogger
-from hvdtrain.output.run_output import RunOutput
+from hvdtrain.loop.stopping import Decision, Stopped
+from hvdtrain.loop.tools import RunTools
+from hvdtrain.output.metric_names import require_free
 
 
-class Run(Ranked):
+class Run(RunTools):
     """A run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation, exit_code."""
 
     shares_buffers = True  # before an evaluation: ranks have changed their own while training
     buffers: SharedBuffers  # from `prepare` on
 
-    def __init__(
-        self, engine: Engine, flags: Flags, metrics: Mapping[str, Metric], output: RunOutput, checkpoints: Checkpoints,
-        stopping: Stopping, data: Data, state: TrainState, features: Iterable[Feature] = (),
-    ):  # fmt: skip
-        self.engine, self.flags, self.output, self.checkpoints = engine, flags, output, checkpoints
-        self.stopping, self.data, self.features = stopping, data, Features(list(features))
-        self.state = state  # the position in training; always the same object
-        self.exit_code = 0
-        self.stage = Stage.OUTSIDE
-        self.clock = Clock(engine.device)
-        self.metrics_logger = MetricsLogger(engine, output, metrics, state)
-        self.length = Length()
-        self._shared: Shared | None = None  # from `prepare` on
-        self._evaluation: Evaluation | None = None  # inside `evaluating`
-        self._in_loop = False  # over `epochs`
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self.engine.device
-
-    @property
-    def initial(self) -> Initial:
-        """The configuration with which the run began; unchanged by a resume. Derive learning rates from it."""
-        return self.checkpoints.resume.initial
-
-    @property
-    def in_steps(self) -> bool:
-        """Whether the script is in the loop over `run.steps`."""
-        return self.stage is Stage.STEPS
-
-    @property
-    def _in_epoch(self) -> bool:
-        return self.stage in (Stage.HEAD, Stage.STEPS, Stage.TAIL)
-
-    def say(self, line: str) -> None:
-        """Print a line on rank 0, above the progress bar."""
-        self.output.say(line)
-
-    def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""
-        return self.engine.raising_together(name)
-
-    def shared(self) -> Shared:
-        """Return what all steps share. Features put their own in place of parts of it."""
-        assert self._shared is not None
-        return self._shared
-
-    def _require_running(self, what: str) -> None:
-        """Raise UserError after the end of the block of `training.start`. what: name of the caller."""
-        if self.stage is Stage.ENDED:
-            raise refusal("ended", WHAT=what)
-
-    def prepared(self, what: str = "training") -> Prepared:
-        """Return the prepared models and optimizers. Raises UserError before `prepare`. what: name of the caller."""
-        self._require_running(what)
-        if self._shared is None:
-            raise refusal("not prepared", WHAT=what)
-        return self._shared.prepared
-
     # ---- before training
-
-    @property
-    def output_dir(self) -> Path | None:
-        """--output-dir on rank 0, None on other ranks: only rank 0 writes files."""
-        return self.output.output_dir
-
-    def event(self, name: str, **fields: object) -> None:
-        """Append an event to metrics.jsonl on rank 0."""
-        self.output.event(name, **fields)
-
-    def heartbeat(self) -> None:
-        """Tell the watchdog that this rank makes progress. Call it during long operations outside of steps."""
-        self.stopping.heartbeat()
-
-    def alone(self, seconds: float | None = None) -> contextlib.AbstractContextManager[None]:
-        """Context manager for work of one rank while the others wait: a file of your own, pictures, samples.
-
-        seconds: time limit (default: ten minutes, or ten times the limit of a step if that is more). No collectives inside.
-        """
-        return self.engine.activity.during("work of one rank", seconds)
-
-    def to_device(self, *tensors: Tensor) -> Any:
-        """Return the tensors on this rank's device: a single tensor, or a tuple."""
-        moved = self.data.to_device(tensors)
-        return moved[0] if len(moved) == 1 else moved
 
     def describe_data(self, name: str, reason: str, **facts: object) -> None:
         """Print and record which data is used. Raises UserError if the run to resume used other data.
@@ -199,27 +108,6 @@ class Run(Ranked):
 
     # ---- how far it is
 
-    @property
-    def progress(self) -> float:
-        """The fraction of training that is done, 0 to 1."""
-        if self.length.steps is not None:
-            return min(1.0, self.state.step / self.length.steps)
-        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
-
-    @property
-    def epochs_done(self) -> float:
-        """The number of epochs done, including the fraction of the current one."""
-        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
-        if not per_epoch:  # before training, and of a stream, whose length is not known
-            return float(self.state.epoch)
-        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
-        if self.flags.amp == "off":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, AMP_DTYPES[self.flags.amp])
-
     def total_steps(self, data: Any, epochs: int) -> int:
         """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...). A
         collective.
@@ -263,10 +151,10 @@ class Run(Ranked):
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
         self.checkpoints.resumed_epoch.note(self.state)
-        if self._has_ended():
-            return
-        if self.checkpoints.resume.facts is not None and (why := self.length.ended(self.state, metrics)):
+        facts = self.checkpoints.resume.facts
+        if facts is not None and (why := self.length.ended(self.state, metrics, facts)):
             self.say(why)
+            return
         while self.length.is_left(self.state):
             if self.length.goals and self.length.reached(self.evaluation, metrics):
                 break
@@ -279,18 +167,6 @@ class Run(Ranked):
             finally:  # also if the script leaves the loop by `break`
                 self._in_loop = False
             self._close_epoch()
-
-    def _has_ended(self) -> bool:
-        """Return whether the run that is resumed had ended, because its program left a loop over as many epochs."""
-        facts = self.checkpoints.resume.facts
-        if facts is None or facts["ended"] != self.length.ends() or facts["state"]["step"] != self.state.step:
-            return False
-        if self.length.is_left(self.state):
-            remedy = "with more epochs, it continues"
-            self.say(
-                f"training has ended after epoch {self.state.epoch}, as the program left run.epochs there: {remedy}"
-            )
-        return True
 
     # ---- the loop over steps
 
@@ -454,17 +330,6 @@ class Run(Ranked):
 
     # ---- evaluations
 
-    @property
-    def evaluation(self) -> dict[str, float]:
-        """Metrics of the last evaluation by name, and `count`."""
-        return self.state.evaluation
-
-    @property
-    def best(self) -> Best | None:
-        """The best epoch so far, with the current one once it is evaluated; None before the first evaluation."""
-        score = self.checkpoints.score(self.state, self.state.epoch) if self._in_epoch else None
-        return self.state.best_with(score, self.metrics_logger.metrics)
-
     @contextlib.contextmanager
     def evaluating(self, data: Any, *, prefix: str = "") -> Iterator[Any]:
         """Context manager for an evaluation. Yields this rank's part of a test set. A collective.
@@ -537,11 +402,6 @@ class Run(Ranked):
             raise refusal("recorded outside")
         self.metrics_logger.amend({name: float(value) for name, value in given.items()})
 
-    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which the weights are the same on all ranks."""
-        weights_of_all = self.prepared().weights_of_all
-        return weights_of_all() if weights_of_all is not None and self.in_steps else contextlib.nullcontext()
-
     def note_evaluation(self, evaluation: Evaluation) -> None:
         """Take note of an evaluation that was not cut short."""
         if self._in_epoch:
@@ -563,31 +423,6 @@ class Run(Ranked):
 
     # ---- the end
 
-    def export(self, path: str | Path, model: torch.nn.Module | None = None, *example: Tensor) -> None:
-        """Write a model for use without hvdtrain, on rank 0. A collective.
-
-        path: the state_dict as weights.safetensors or weights.pt; or the program, as model.pt2 or model.onnx. model: one
-        of `prepare`, or of the script, such as averaged weights (default: the first of `prepare`). example: what a call
-        of it gets, with at least two samples; only for programs.
-        """
-        from hvdtrain.models import formats
-
-        prepared = self.prepared("run.export()")
-        # Of nn.DataParallel and of a compiled model: the one inside.
-        own = dict(zip(prepared.replicas, prepared.models, strict=True))
-        chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
-        kind = formats.require_kind(path := Path(path))
-        if kind in formats.PROGRAMS and not example:
-            raise refusal("program without example", NAME=repr(path.name))
-        with self.raising_together("export"), self.alone(), self.shared_weights():
-            if self.rank == 0:
-                formats.write_export(kind, chosen, example, path)
-        self.metrics_logger.exported.append(path)
-
-    def summary(self, **fields: object) -> None:
-        """Add fields to summary.json."""
-        self.metrics_logger.summary |= fields
-
     def finish(self, warn_of: Iterable[str] = ()) -> None:
         """Wait for the last checkpoint and write the summary. Called at the end of `training.start`.
 
@@ -607,8 +442,6 @@ class Run(Ranked):
             raise Failure(unsaved)
         for line in self.metrics_logger.omitted(warn_of, self.checkpoints.registered) if self.state.step else ():
             self.say(f"warning: {line}")
-        if self.length.goals and not self.length.reached(self.evaluation, self.metrics_logger.metrics):
-            show = self.metrics_logger.show
-            goals = " and ".join(f"{name} {show(name, goal)}" for name, goal in self.length.goals.items())
-            self.say(f"target {goals} not reached")
+        if missed := self.length.missed(self.evaluation, self.metrics_logger.metrics):
+            self.say(missed)
             self.exit_code = TARGET_MISSED

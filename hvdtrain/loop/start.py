@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdtrain.checkpoint.saving import Checkpoints
-from hvdtrain.engines import precision
+from hvdtrain.engines import choice
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.choice import require_same_flags
-from hvdtrain.engines.choice import start_engine as start_engine
+from hvdtrain.engines.choice import require_same_flags, start_engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.flags import Flags, is_url
 from hvdtrain.guards.judge import HangTimeouts
@@ -106,17 +105,13 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
 def kinds_of_data() -> list[InputKind]:
     """Return the kinds of data that run.steps and run.evaluating take: the first one that takes it opens it."""
     from hvdtrain.inputs.dataloaders import LOADER
+    from hvdtrain.inputs.inputs import NUMBER, TENSORS
     from hvdtrain.inputs.samplers import SAMPLED
     from hvdtrain.inputs.several import several_of
     from hvdtrain.inputs.streams import STREAM
-    from hvdtrain.inputs.tensors import NUMBER, TENSORS
 
-    kinds: list[InputKind] = [NUMBER, TENSORS]
-    kinds.append(STREAM)
-    kinds.append(SAMPLED)
-    kinds.append(LOADER)
-    kinds.append(several_of(tuple(kinds)))
-    return kinds
+    kinds: list[InputKind] = [NUMBER, TENSORS, STREAM, SAMPLED, LOADER]
+    return [*kinds, several_of(tuple(kinds))]
 
 
 def features_of(
@@ -177,12 +172,9 @@ def kind_of_run(flags: Flags) -> type[Run]:
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
     """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
     require_same_flags(engine, flags.of_all_ranks())
+    track_as = (flags.track, flags.program) if flags.track else None
     output = RunOutput(
-        engine,
-        flags.output_dir,
-        progress=not flags.no_progress,
-        tensorboard=flags.tensorboard,
-        track_as=(flags.track, flags.program) if flags.track else None,
+        engine, flags.output_dir, progress=not flags.no_progress, tensorboard=flags.tensorboard, track_as=track_as
     )
     mirror = mirrored(engine, flags, output)
     processes = engine
@@ -196,10 +188,10 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         leftovers.sweep_leftovers()  # of earlier attempts of this run that were killed
     compile_cache.use_private()  # for a program that calls torch.compile itself
     state = checkpoints.resume.begin()
-    flags.compression = precision.choose_compression(engine, flags.compression)
-    flags.amp = precision.choose_amp(engine, flags.amp)
+    flags.compression = choice.choose_compression(engine, flags.compression)
+    flags.amp = choice.choose_amp(engine, flags.amp)
     if flags.gradient_predivide_factor is None:
-        flags.gradient_predivide_factor = precision.default_predivision(flags.compression, engine.size)
+        flags.gradient_predivide_factor = choice.default_predivision(flags.compression, engine.size)
 
     def hung(headline: str) -> None:
         output.event("error", kind="watchdog", message=headline)

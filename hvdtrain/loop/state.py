@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.output.metric_names import Metric
 
@@ -29,9 +28,7 @@ class TrainState:
     samples_of_epoch: int = 0  #: samples of this epoch processed so far, over all ranks
     samples: int = 0  #: samples since the beginning of training, over all ranks
     step: int = 0  #: steps since the beginning of training
-    skipped: int = (
-        0  #: consecutive steps before this one whose gradients were not finite; with --sync-every, a rank's own
-    )
+    skipped: int = 0  #: consecutive steps before this one without finite gradients; with --sync-every, a rank's own
     train_seconds: float = 0.0  #: time spent in steps, without evaluations and checkpoints
     train: dict[str, float] = field(default_factory=dict)  #: loss and recorded values of the last logged step
     evaluation: dict[str, float] = field(default_factory=dict)  #: metrics and `count` of the last evaluation
@@ -113,13 +110,25 @@ class Length(NamedTuple):
         """Return whether there is something left to train."""
         return state.step < self.steps if self.steps is not None else state.epoch < (self.epochs or 0)
 
-    def ended(self, state: TrainState, metrics: Mapping[str, Metric]) -> str:
-        """Return why there is nothing to train in a run that is resumed; empty if there is something."""
+    def ended(self, state: TrainState, metrics: Mapping[str, Metric], facts: Mapping[str, Any]) -> str:
+        """Return why there is nothing to train in a run that is resumed; empty if there is something. facts: of its
+        checkpoint."""
+        left = facts["ended"] == self.ends() and facts["state"]["step"] == state.step  # the loop, after as many epochs
         if (self.epochs or self.steps) and not self.is_left(state):
             return "this run has finished: more epochs or steps continue it, another --output-dir begins a new one"
+        if left:
+            remedy = "with more epochs, it continues"
+            return f"training has ended after epoch {state.epoch}, as the program left run.epochs there: {remedy}"
         if self.goals and self.reached(state.evaluation, metrics):
             return "this run has reached its target, and ends: another target continues it"
         return ""
+
+    def missed(self, evaluation: Mapping[str, float], metrics: Mapping[str, Metric]) -> str:
+        """Return a line if an evaluation has not reached all goals; empty if it has."""
+        if not self.goals or self.reached(evaluation, metrics):
+            return ""
+        goals = (f"{name} {metrics[name].show(goal)}" for name, goal in self.goals.items())
+        return f"target {' and '.join(goals)} not reached"
 
     def reached(self, evaluation: Mapping[str, float], metrics: Mapping[str, Metric]) -> bool:
         """Return whether an evaluation has reached all goals."""
@@ -134,34 +143,3 @@ class Length(NamedTuple):
                 had = ", ".join(held for held in evaluation if held != "count")
                 remedy = f"write run.record({name}=...) in it"
                 raise UserError(f"stop_at: the evaluation recorded {had}, and not {name}: {remedy}", everywhere=True)
-
-
-class RankAndSize(NamedTuple):
-    """Which rank this is, of how many."""
-
-    rank: int
-    size: int
-
-
-class Ranked:
-    """A run, as a data set sees it that takes its part by `rank` and `size`."""
-
-    engine: Engine
-
-    def __deepcopy__(self, memo: object) -> "Ranked":
-        """Return this run: its data sets may be copied."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """Return what a data set has in a worker of its DataLoader."""
-        return RankAndSize, (self.rank, self.size)
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank, from 0."""
-        return self.engine.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.engine.size

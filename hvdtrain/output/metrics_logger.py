@@ -56,9 +56,8 @@ class MetricsLogger:
         tallies = list(step.tallies.values())
         names = list(tallies[0].sums)
         norm = [] if step.gradient_norm is None else [step.gradient_norm]
-        numbers = read_scalars(
-            [*(number for tally in tallies for number in tally.numbers()), *norm]
-        )  # from an accelerator, with one copy
+        # From an accelerator, with one copy.
+        numbers = read_scalars([*(number for tally in tallies for number in tally.numbers()), *norm])
         rows = torch.tensor(numbers[: len(numbers) - len(norm)], dtype=torch.float64)
         rows = rows.view(len(tallies), 2, len(names)).transpose(1, 2)  # of each rank and name, the sum and the count
         everyone = self._engine.sum_of_ranks(rows, "train").tolist()

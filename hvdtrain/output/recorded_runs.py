@@ -54,9 +54,8 @@ class Attempt:
     ran: float = 0.0  # seconds, up to its last event
     step: float = 0.0  # from which it resumed
     samples: float = 0.0
-    trained: list[CurvePoint] = field(
-        default_factory=list
-    )  # its `train` events, also of steps that a later one has repeated
+    # Its `train` events, also of steps that a later attempt has repeated.
+    trained: list[CurvePoint] = field(default_factory=list)
 
 
 @dataclass
@@ -197,9 +196,8 @@ def take_event(run: RecordedRun, event: RecordedEvent) -> None:
     for place in ("step", "samples"):
         if name in ("train", "resume") or event.get(place) is not None:
             finite(event, place)
-    if (
-        name == "train" and event.get("loss") is not None and finite_or_not(event["loss"]) is None
-    ):  # it may be nan or inf
+    # It may be nan or inf.
+    if name == "train" and event.get("loss") is not None and finite_or_not(event["loss"]) is None:
         raise ValueError("loss")
     if not run.attempts:
         return

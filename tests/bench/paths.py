@@ -196,7 +196,7 @@ def main() -> None:
         files = closure(path)
         print(f"| eager imports of {path.relative_to(PACKAGE)} | {len(files)} | {lines(files):,} |")
     print(f"| circles of imports | {len(circles())} | |")
-    print(f"| attributes of Run | {attributes('loop/run.py', 'Run')} | |")
+    print(f"| attributes of Run | {attributes('loop/tools.py', 'RunTools')} | |")
     for function in sorted(found.get(flags.functions or "", ())):
         print(f"{function.file:36} {function.name}")
 

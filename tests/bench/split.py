@@ -23,7 +23,7 @@ from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import announced
 from hvdtrain.features import non_finite
 from hvdtrain.features.replicas import Replicas
-from hvdtrain.inputs.tensors import Tensors
+from hvdtrain.inputs.inputs import Tensors
 from hvdtrain.launching.exit_codes import run_command
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.stopping import Stopping

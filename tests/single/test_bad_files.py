@@ -29,8 +29,7 @@ from hvdtrain.engines.single import SerialEngine
 from hvdtrain.loop.prepare import prepare
 from hvdtrain.loop.state import TrainState
 from hvdtrain.models.convnet import MODELS
-from hvdtrain.models.weight_files import MOST_TENSORS
-from hvdtrain.models.weights import load_weights
+from hvdtrain.models.weights import MOST_TENSORS, load_weights
 from hvdtrain.output import run_output
 from hvdtrain.output.recorded_runs import read_runs, time_shares
 from tests.facts import own_tensors, sound_facts

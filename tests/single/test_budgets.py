@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SLACK = 60  # lines that a folder may be under its budget: more has been saved, and the budget falls
 LONGEST, SHORTEST = 500, 60  # lines of a file: a longer one has two concerns, a shorter one is a part of another
-# To be split: may not grow, and are named nowhere else.
-LONGER = {"hvdtrain/loop/run.py": 627}
 # To become part of another, but for errors.py, which all import and which imports nothing, and what imports a trainer.
 SHORTER = {
     "checkpoint/verify",
@@ -30,20 +28,22 @@ BUDGETS = {
     "hvdtrain/*": 3020,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1370,
-    "hvdtrain/checkpoint": 3240,  # with one state of many ranks, numbers and tensors that a state lacks, modes of modules
+    "hvdtrain/checkpoint": 3200,  # with one state of many ranks, numbers and tensors that a state lacks, modes of modules
     "hvdtrain/checks": 440,
-    "hvdtrain/datasets": 1600,
+    "hvdtrain/datasets": 1580,
     # The reason of any error, too.
-    "hvdtrain/engines": 4740,  # with the memory of the smallest GPU, --virtual-ranks, ranks in different collectives
-    "hvdtrain/features": 1150,  # with --virtual-ranks
-    "hvdtrain/guards": 1650,
+    # With the watch of scripts that do not use hvdtrain, which guards had, the memory of the smallest GPU, --virtual-ranks,
+    # ranks in different collectives, and the names of buffers, which loop and checkpoint had.
+    "hvdtrain/engines": 4790,
+    "hvdtrain/features": 1140,  # with --virtual-ranks
+    "hvdtrain/guards": 1580,
     # With what persistent workers do not see, samplers without an engine, virtual ranks, restart, the order of an epoch in
     # checkpoints, data sets that change when they are read.
-    "hvdtrain/inputs": 2810,
+    "hvdtrain/inputs": 2790,
     "hvdtrain/integrations": 40,
-    "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA, a lack of memory
-    "hvdtrain/loop": 3190,  # with the table of refusals, --virtual-ranks, the order in optimizers, a `break`, a target
-    "hvdtrain/models": 640,  # with a loss that is compiled with the head
+    "hvdtrain/launching": 2290,  # with the question whether forked ranks keep CUDA, a lack of memory
+    "hvdtrain/loop": 3180,  # with the table of refusals, --virtual-ranks, the order in optimizers, a `break`, a target
+    "hvdtrain/models": 630,  # with a loss that is compiled with the head
     "hvdtrain/output": 1610,  # with --virtual-ranks, a record that is removed
     "hvdtrain/training": 20,
     "launch": 4810,  # with --virtual-ranks
@@ -62,7 +62,7 @@ BUDGETS = {
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
     # And what Lightning does with our callback, in Lightning.
-    "tests/single": 23700,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 23680,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 
@@ -95,7 +95,6 @@ def test_every_file_is_in_a_budget():
 
 
 def test_a_file_is_one_concern():
-    long = {str(path.relative_to(ROOT)): lines(path) for path in files("hvdtrain") if lines(path) > LONGEST}
-    assert {name for name, number in long.items() if number > LONGER.get(name, 0)} == set()
+    assert [str(path.relative_to(ROOT)) for path in files("hvdtrain") if lines(path) > LONGEST] == []
     short = [path for path in files("hvdtrain") if lines(path) < SHORTEST and path.stem != "__init__"]
     assert {str(path.relative_to(ROOT / "hvdtrain").with_suffix("")) for path in short} - SHORTER == set()

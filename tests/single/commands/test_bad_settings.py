@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hvdtrain import benchmark, cli, doctor, imagenet, lm, mnist, reduce, report, starter
 from hvdtrain.engines import launchers
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import exit_codes, local_rendezvous, rendezvous
+from hvdtrain.launching import exit_codes, meeting, rendezvous
 from tests.single.docs import program_of_the_site
 from tests.single.examples import one_line, tried
 
@@ -177,6 +177,6 @@ def test_a_host_name_that_is_none_is_refused(name):
         raise OSError("no such host")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_rendezvous.socket, "getaddrinfo", no_network)
+        patch.setattr(meeting.socket, "getaddrinfo", no_network)
         with pytest.raises(UserError, match="check MASTER_ADDR"):
-            local_rendezvous.resolve(name, deadline=0)
+            meeting.resolve(name, deadline=0)

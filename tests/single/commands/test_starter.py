@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
-from hvdtrain.launching.local_rendezvous import Place, place_of_rank
+from hvdtrain.launching.meeting import Place, place_of_rank
 from hvdtrain.launching.rendezvous import meeting_point
 from hvdtrain.starter import meeting_of, parse
 
@@ -55,7 +55,7 @@ def test_own_options_end_where_the_program_begins(words, program):
 def test_interface_and_port_are_those_that_were_named(size, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "9001")
-    monkeypatch.setattr("hvdtrain.launching.local_rendezvous.address_of", {"eth7": "127.0.0.7"}.get)
+    monkeypatch.setattr("hvdtrain.launching.meeting.address_of", {"eth7": "127.0.0.7"}.get)
     with socket.create_server(("127.0.0.7", 0)) as server:
         port = server.getsockname()[1]
     options, _ = parse(["--interface", "eth7", "--port", str(port), "x.py"])

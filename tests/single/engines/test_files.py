@@ -149,7 +149,7 @@ def test_files_are_opened_for_writing_by_one_function():
         *("import_timeout: os.open(path", "progress: os.open(processes.PROC", "gpu: os.open(path"),
         "make_shards: tarfile.open(fileobj=file",  # which is open already
         # made by O_EXCL in a directory of this user alone, with rights of its own
-        "job_secret: os.open(own",
+        "rendezvous: os.open(own",
     ]
     assert [call for call in found if not call.startswith(tuple(others))] == []
 

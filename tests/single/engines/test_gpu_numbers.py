@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.checkpoint import checksums
+from hvdtrain.checkpoint import own
 from hvdtrain.engines import accelerators
-from hvdtrain.engines.choice import start_engine
+from hvdtrain.engines.choice import choose_amp, default_predivision, start_engine
 from hvdtrain.engines.compression import GradientCompressor, in_memory_order
 from hvdtrain.engines.ddp import DdpEngine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
-from hvdtrain.engines.precision import choose_amp, default_predivision
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.guards import limits
 from hvdtrain.guards.activity import Activity
@@ -160,7 +159,7 @@ def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
     bits = parameter.contiguous().reshape(-1).view(kind)
     whole = (bits * torch.arange(1, len(bits) + 1)).sum()
     with Largest() as largest:
-        assert checksums.tensor_checksum(parameter) == whole
+        assert own.tensor_checksum(parameter) == whole
     assert largest.bytes <= 2**22
 
 
@@ -169,7 +168,7 @@ def test_replicas_are_compared_on_a_gpu_by_few_kernels():
     for shapes in ([(50304, 768), (1024, 768), *[(768,), (3072, 768), (768, 3072)] * 48], [(64,)] * 160):
         parameters = [torch.empty(shape, device="meta") for shape in shapes]
         with Counted() as counted, Largest() as largest:
-            checksums.checksums(parameters)
+            own.checksums(parameters)
         kernels = sum(counted.calls[name] for name in ("arange", "mul", "sum", "add", "add_", "zeros", "stack", "cat"))
         chunks = sum(parameter.numel() for parameter in parameters) // 2**22
         assert kernels <= 2 * len(parameters) + 3 * chunks + 5
@@ -234,7 +233,7 @@ def test_step_of_a_resumed_adam_stays_where_rank_zero_has_it(fused, monkeypatch)
     ],
 )
 def test_gpus_compute_in_bf16_unless_told_otherwise_and_cpus_in_float32(device, able, asked, expected, monkeypatch):
-    monkeypatch.setattr("hvdtrain.engines.precision.computes_in_bf16", lambda device: able)
+    monkeypatch.setattr("hvdtrain.engines.choice.computes_in_bf16", lambda device: able)
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     engine.device = torch.device(device)
     assert choose_amp(engine, asked) == expected

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.gloo import refuse_too_few_files
 from hvdtrain.engines.horovod import HorovodEngine
+from hvdtrain.engines.library_settings import refuse_too_few_files
 
 
 def test_where_horovod_cannot_be_imported_one_line_says_how_to_build_it(monkeypatch):

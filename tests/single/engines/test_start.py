@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.engines.choice import share_of
+from hvdtrain.engines.choice import computes_in_bf16, share_of
 from hvdtrain.engines.cores import cpu_quota, near_gpu, turn_on
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
     bound_unexplained,
 )
-from hvdtrain.engines.precision import computes_in_bf16
 
 SOCKETS = [("a", range(8)), ("a", range(8, 16)), ("a", range(8))]  # mpirun -np 3 on two sockets: the third starts over
 SHARES = {  # hosts and cores of the ranks, quota of the container, cores of the Slurm job, threads

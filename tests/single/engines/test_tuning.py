@@ -9,8 +9,12 @@ import torch
 from hvdtrain.checkpoint.resume import RUN_LOCK_SECONDS
 from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets, refuse_small_cache
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.gloo import refuse_absent_server, refuse_unknown_own_name
-from hvdtrain.engines.library_settings import ABORT_DELAY, tuned_environment
+from hvdtrain.engines.library_settings import (
+    ABORT_DELAY,
+    refuse_absent_server,
+    refuse_unknown_own_name,
+    tuned_environment,
+)
 
 
 def test_everything_is_set_where_nothing_was():

@@ -24,9 +24,9 @@ import torch
 from hvdtrain.engines import cores, gpu
 from hvdtrain.engines.cores import cpu_quota
 from hvdtrain.engines.errors import UserError
-from hvdtrain.launching import forker, preload, rank_exit, run_script
+from hvdtrain.launching import forker, run_script
 from hvdtrain.launching.forker import Forker
-from hvdtrain.launching.local_rendezvous import Meeting
+from hvdtrain.launching.meeting import Meeting
 from hvdtrain.launching.supervisor import Supervisor
 from hvdtrain.starter import parse
 from tests.e2e.launchers import PYTHON, free_port, members, running
@@ -109,28 +109,28 @@ if True:
 def later():
     import PIL
 """
-    assert preload.modules_of(source) == [
+    assert forker.modules_of(source) == [
         "torch.nn", "torchvision", "torchvision.models", "torchvision.transforms", "hvdtrain", "hvdtrain.training",
     ]  # fmt: skip
 
 
 def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(preload, "FIRST_IMPORTS", ())
+    monkeypatch.setattr(forker, "FIRST_IMPORTS", ())
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # of an earlier test
     (tmp_path / "with_thread.py").write_text(
         "import threading\nover = threading.Event()\nthreading.Thread(target=over.wait, daemon=True).start()\n"
     )
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "harmless.py").write_text("loaded = True\n")
-    preload.preload("", ["harmless"])
+    forker.preload("", ["harmless"])
     assert sys.modules["harmless"].loaded
     with pytest.raises(UserError, match="--import broken cannot be imported: ZeroDivisionError"):
-        preload.preload("", ["broken"])
+        forker.preload("", ["broken"])
     said = "--import with_thread starts threads, which does not survive a fork: leave it out"
     try:
         with pytest.raises(UserError, match=said):
-            preload.preload("", ["with_thread"])
+            forker.preload("", ["with_thread"])
     finally:
         sys.modules["with_thread"].over.set()
 
@@ -138,11 +138,11 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
 ASKS_CUDA = """
 import os, sys, torch
 from hvdtrain.engines import gpu
-from hvdtrain.launching import preload
+from hvdtrain.launching import forker
 torch.cuda._device_count_nvml = lambda: NVML
 gpu.gpus_here = lambda environment: GPUS
-preload.FIRST_IMPORTS = ("torch",)
-preload.preload("", ["asks"])
+forker.FIRST_IMPORTS = ("torch",)
+forker.preload("", ["asks"])
 if (pid := os.fork()) == 0:
     os._exit(torch.cuda._is_in_bad_fork())
 print("lost" if os.waitpid(pid, 0)[1] else "kept")
@@ -287,7 +287,7 @@ atexit.register(print, "registered", flush=True)
     ("end", "code", "said"), [(None, 0, ""), (3, 3, ""), (256, 0, ""), ("why", 1, "why\n"), (-1, 255, "")]
 )
 def test_every_way_to_exit_gives_pythons_code(end, code, said, capsys):
-    assert (rank_exit.code_of(SystemExit(end)), capsys.readouterr().err) == (code, said)
+    assert (run_script.code_of(SystemExit(end)), capsys.readouterr().err) == (code, said)
 
 
 def test_a_rank_that_does_not_hear_sigterm_is_killed(start):

@@ -10,7 +10,7 @@ import sys
 import time
 
 from hvdtrain import starter
-from hvdtrain.launching import exit_codes, forker, local_rendezvous, preload, supervisor
+from hvdtrain.launching import exit_codes, forker, meeting, supervisor
 
 SETTINGS = json.loads(os.environ.get("SETTINGS", "{}"))
 
@@ -25,10 +25,10 @@ def no_preload(source: str, asked: list[str]) -> None:
         raise ZeroDivisionError(SETTINGS["import_error"])
 
 
-preload.preload = no_preload
+forker.preload = no_preload
 supervisor.GRACE_SECONDS = SETTINGS.get("grace", supervisor.GRACE_SECONDS)
-supervisor.FAILURE_SECONDS = local_rendezvous.FAILURE_SECONDS = 0.2
-local_rendezvous.ABSENT_LINE_SECONDS = 0.3
+supervisor.FAILURE_SECONDS = meeting.FAILURE_SECONDS = 0.2
+meeting.ABSENT_LINE_SECONDS = 0.3
 if sys.argv.pop(1) == "forker":
     sys.exit(forker.main())
 sys.argv[0] = starter.__file__

@@ -1,31 +1,40 @@
-"""The rendezvous of a job's starters: each tells the first starter how many ranks it has, and receives all hosts' ranks.
+"""The meeting of a job's starters, and the server at which they, and then Gloo's ranks, learn of each other.
 
-A starter has one rank, which it becomes itself, or all ranks of its host. Does not import torch.
+A starter has one rank, which it becomes itself, or all ranks of its host. Each tells the first starter how many it has, and
+receives all hosts' ranks. Does not import torch.
 """
 
 import contextlib
+import hmac
 import json
 import os
+import re
 import socket
+import socketserver
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from http.server import BaseHTTPRequestHandler
+from typing import Any, NamedTuple
 
+from hvdtrain.engines import files
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.launching.job_secret import SECRET_REMEDY, token
-from hvdtrain.launching.rendezvous import Server, own_address_towards, server_request
-
-if TYPE_CHECKING:
-    from hvdtrain.launching.rendezvous_server import Rendezvous
+from hvdtrain.launching.rendezvous import (
+    ANSWER_SECONDS,
+    SECRET_REMEDY,
+    Server,
+    first_few,
+    own_address_towards,
+    server_request,
+    token,
+)
 
 POLL_SECONDS = 0.1
 ABSENT_LINE_SECONDS = 10.0  # between two lines about missing ranks
 FAILURE_SECONDS = 5.0  # between two checks whether another host has failed
 COME_SECONDS = 10.0  # for a starter whose ranks have failed to reach the others, which would wait for it
 GONE_AFTER = 20  # failed requests to a first starter that had answered before
-MOST_NAMED_RANKS = 8  # ranks or hosts named in one message
 REQUEST_SECONDS = 5.0  # for the first starter to answer
 
 
@@ -102,7 +111,7 @@ class Meeting:
 
     number, size: this starter's number, and the number of starters. host, port: where the first starter listens; port 0
     (any free port) only if there is one starter. interface: the job's; None: the one with the route to `host`.
-    seconds: time limit for all starters to connect, and again for all to be ready. secret: see job_secret.
+    seconds: time limit for all starters to connect, and again for all to be ready. secret: see `job_secret`.
     """
 
     def __init__(
@@ -146,8 +155,6 @@ class Meeting:
         self._address = own if self.number == 0 else address
 
     def _listen(self) -> None:
-        from hvdtrain.launching.rendezvous_server import Rendezvous  # imports asyncio
-
         try:
             self._server = Rendezvous(self._address, self.port, self._secret)
         except OSError as error:
@@ -179,7 +186,6 @@ class Meeting:
         self._all_in("ready", lambda late: f"still importing: {first_few([came[number].host for number in late])}; "
                      f"--wait gives more than {self.seconds:.0f} s")  # fmt: skip
         self._place(came)
-        server.expect(self.hosts)
         server.answer("PUT", "known", "hosts", json.dumps(came).encode())
         server.answer("PUT", "met", "0")
         # Wait, because this process and its server may end before a slower starter has read the hosts.
@@ -280,7 +286,147 @@ class Meeting:
         return Server(self._address, self.port, token(self._secret, self.port))
 
 
-def first_few(late: Sequence[object]) -> str:
-    """Return the first few items as text, such as "1, 2 and 6 more"."""
-    more = len(late) - MOST_NAMED_RANKS
-    return ", ".join(map(str, late[:MOST_NAMED_RANKS])) + (f" and {more} more" if more > 0 else "")
+# ---- the server
+
+PATH = re.compile("/([^/]*)/([^/]*)")  # scope and key
+SELECTION = re.compile("addresses_of_([0-9]{1,5})_of_([0-9]{1,5})")  # launch/patches/27: a rank asks for its addresses
+SELECTION_SECONDS = 5.0  # until a rank that waits for others is told that they have not all come yet
+BACKLOG = 4096  # pending connections; the kernel limits it to net.core.somaxconn
+MOST_BODY = 2**26  # bytes; a value has 136 bytes per other rank
+MOST_STRANGERS = 256  # connections that have not named the token; more wait
+SERVER_SPARE_FILES = 768  # open files besides; 1,024 are the usual limit
+
+
+class Rendezvous(socketserver.ThreadingTCPServer):
+    """A key-value server with the protocol of Horovod's rendezvous server. Gloo exchanges addresses with it.
+
+    Requests are PUT, GET and DELETE /scope/key, one per connection. Under its number, a rank stores the addresses of its
+    sockets for each other rank, one after the other. GET /scope/addresses_of_RANK_of_SIZE is answered when all SIZE ranks
+    have done so, with the addresses meant for RANK; or with nothing after SELECTION_SECONDS.
+
+    Horovod's own server has no such answer, so that each rank asks for each other rank: 3,000 requests of 24 ranks.
+
+    The protocol has no authentication, and who can store addresses can misdirect the ranks. Therefore each path begins with
+    a token of the job's secret (see `rendezvous.Server`), and connections that have not named it are limited. The server
+    listens on one address only, stores only addresses, and does not use pickle.
+
+    port: 0 for any free port. Raises OSError if `address` cannot be bound.
+    """
+
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
+    request_queue_size = BACKLOG
+
+    def __init__(self, address: str, port: int, secret: str):
+        super().__init__((address, port), Caller)
+        files.allow_open_files(MOST_STRANGERS + SERVER_SPARE_FILES)
+        self.port = int(self.socket.getsockname()[1])
+        self.server = Server(address, self.port, token(secret, self.port))
+        self.strangers = threading.Semaphore(MOST_STRANGERS)
+        self._lock = threading.Lock()
+        self._scopes: dict[str, dict[str, bytes]] = {}
+        self._finished: dict[str, set[str]] = {}  # by scope, the ranks that are done with it
+        self._complete: dict[tuple[str, int], threading.Event] = {}  # set when the scope has this number of values
+        threading.Thread(target=self.serve_forever, name="rendezvous", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Hear a caller in a thread. `Caller` gives its place free, once it has named the token or is gone."""
+        self.strangers.acquire()
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a caller that is gone, or has sent no request."""
+
+    def get(self, scope: str) -> dict[str, bytes]:
+        """Return all values under /`scope`/, by key."""
+        with self._lock:
+            return dict(self._scopes.get(scope, {}))
+
+    def answer(self, method: str, scope: str, key: str, value: bytes = b"") -> bytes | None:
+        """Execute a request. Return the body of the answer; None if there is no such key."""
+        with self._lock:
+            values = self._scopes.setdefault(scope, {})
+            if method == "GET":
+                return values.get(key)
+            if method == "PUT":
+                values[key] = value
+                if complete := self._complete.pop((scope, len(values)), None):
+                    complete.set()
+            else:
+                # A rank is done with its scope. Once all are, it is forgotten: Horovod may be initialized again.
+                finished = self._finished.setdefault(scope, set())
+                finished.add(key)
+                if finished.issuperset(values):
+                    del self._scopes[scope], self._finished[scope]
+        return b""
+
+    def selection(self, scope: str, rank: int, size: int) -> bytes:
+        """Return the addresses meant for `rank` when all have come; nothing after SELECTION_SECONDS."""
+        with self._lock:
+            complete = threading.Event()
+            if len(self._scopes.get(scope, {})) < size:
+                complete = self._complete.setdefault((scope, size), complete)
+            else:
+                complete.set()
+        complete.wait(SELECTION_SECONDS)
+        values, parts = self.get(scope), []
+        for other in (other for other in range(size) if other != rank):
+            if (addresses := values.get(str(other))) is None:
+                return b""
+            length = len(addresses) // (size - 1)  # a rank stores none for itself
+            first = (rank - (rank > other)) * length
+            parts.append(addresses[first : first + length])
+        return b"".join(parts)
+
+
+class Caller(BaseHTTPRequestHandler):
+    """One request to a `Rendezvous`. What is none is hung up on."""
+
+    server: Rendezvous
+    timeout = 10.0  # seconds in which a stranger sends something
+    disable_nagle_algorithm = True  # headers and body are sent apart
+    is_stranger = True
+
+    def do_GET(self) -> None:
+        """Execute a request of any method."""
+        prefix = self.server.server.prefix
+        if not hmac.compare_digest(self.path[: len(prefix)].encode("latin-1"), prefix.encode()):
+            self._send(403)
+            # Closing a socket with something unread would take the answer away. A large value is not read to its end.
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.recv(4096)
+            return
+        self._is_known()
+        self.connection.settimeout(ANSWER_SECONDS)
+        place, length = PATH.fullmatch(self.path[len(prefix) :]), int(self.headers.get("Content-Length", 0))
+        if place is None or not 0 <= length <= MOST_BODY or len(value := self.rfile.read(length)) < length:
+            return
+        scope, key = place.groups()
+        if self.command == "GET" and (asked := SELECTION.fullmatch(key)):
+            self._send(200, self.server.selection(scope, int(asked[1]), int(asked[2])))
+        else:
+            body = self.server.answer(self.command, scope, key, value)
+            self._send(404 if body is None else 200, body or b"")
+
+    do_PUT = do_DELETE = do_GET
+
+    def _send(self, status: int, body: bytes = b"") -> None:
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _is_known(self) -> None:
+        if self.is_stranger:
+            self.is_stranger = False
+            self.server.strangers.release()
+
+    def finish(self) -> None:
+        self._is_known()
+        super().finish()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer nothing to what is no request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
