@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -82,8 +83,11 @@ def folder(peer: Peer, ranks: int) -> Path:
     return RUNS / f"{re.sub(r'[^a-z]+', '-', peer.name.lower())}-{ranks}"
 
 
-def audit(peer: Peer, interpreter: str, ranks: int, target: Path, *options: str, **variables: str) -> int:
-    """Audit a program into the folder `target`. Return the audit's exit code. options, variables: of the audit."""
+def audit(
+    peer: Peer, interpreter: str, ranks: int, target: Path, *options: str, then: int | None = None, **variables: str
+) -> int:
+    """Audit a program into the folder `target`. Return the audit's exit code. options, variables: of the audit. then: it
+    goes on with so many ranks."""
     program, *arguments = peer.words.split()
     with tempfile.TemporaryDirectory() as short, contextlib.ExitStack() as stack:  # the path of a socket is short
         path = exact.written(program, Path(short)) if peer.with_loader else HERE / program
@@ -91,8 +95,11 @@ def audit(peer: Peer, interpreter: str, ranks: int, target: Path, *options: str,
         if not launcher:
             modules = peer.modules.split(",")
             socket = stack.enter_context(serving(Path(short), interpreter, modules, PYTHONPATH=str(ROOT)))
+            again = shlex.join([interpreter, forked.__file__, "run", socket, str(then), *command])
             launcher, command = "none", [interpreter, forked.__file__, "run", socket, str(ranks), *command]
+            options = (*options, "--resume-command", again) if then else options
         start = f"-m hvdtrain.audit -np {ranks} --launcher {launcher} --output-dir {target}".split()
+        options = (*options, "--then-np", str(then)) if then else options
         line = [sys.executable, *start, *options, "--", *command]
         environ = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), **variables)
         return subprocess.run(line, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL).returncode
@@ -130,26 +137,15 @@ def row(peer: Peer, ranks: int) -> str:
 
     def held(guarantee: str) -> str:
         """Of those kills after which it could be judged. Who does not resume keeps none; who ended well needs none."""
-        absent = [{"status": "fails" if kill["resumes"]["status"] == "fails" else "not seen"} for kill in kills]
-        statuses = [kill.get(guarantee, other)["status"] for kill, other in zip(kills, absent, strict=True)]
-        seen = [status == "ok" for status in statuses if status in ("ok", "fails")]
+        judged = [[kill.get(name, {}).get("status") for name in (guarantee, "resumes")] for kill in kills]
+        seen = [own == "ok" for own, resumed in judged if own in ("ok", "fails") or resumed == "fails"]
         return f"{sum(seen)} of {len(seen)}" if seen else ""
 
     names = ("resumes", "random numbers", "final weights", "exit codes")
     resumes, random, bits, codes = map(held, names)
     figures = f"{lost} / {repeated}" if held("samples") else "not seen"
-    cells = [
-        peer.name,
-        version.partition("+")[0],
-        str(ranks),
-        resumes,
-        figures,
-        random,
-        bits,
-        codes,
-        str(lines_of_resuming(peer)),
-    ]
-    return f"| {' | '.join(cells)} |"
+    cells = [peer.name, version.partition("+")[0], str(ranks), resumes, figures, random, bits, codes]
+    return f"| {' | '.join([*cells, str(lines_of_resuming(peer))])} |"
 
 
 def write(page: Path, peers: Sequence[Peer]) -> None:

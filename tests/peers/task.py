@@ -11,7 +11,7 @@ CHECKPOINTS = os.path.join(sys.argv[-1], "checkpoints")
 WORLD = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
 RANK = int(os.environ.get("RANK", 0))
 EPOCHS, SEED, SAVE_EVERY = 3, 1, int(os.environ.get("SAVE_EVERY", 5))
-BATCH = 16 // WORLD  # 16 over all ranks
+BATCH = int(os.environ.get("BATCH", 16 // WORLD))  # 16 over all ranks
 STEPS = 13  # of an epoch: 200 samples, the last batch has 8
 
 
