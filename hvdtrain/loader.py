@@ -3,7 +3,7 @@
     loader = exact_loader(DataLoader(dataset, 32, shuffle=True), seed=1)
 
 It iterates over this rank's batches of each epoch, and has `state_dict` and `load_state_dict`. Order, shares and seeds are
-those of `run.steps`, by the same code (inputs/sharding.py, samplers.py, fetching.py). They follow from the seed and from the
+those of `run.steps`, by the same code (inputs/plan.py, samplers.py, fetching.py). They follow from the seed and from the
 position alone. So the state is a few numbers, alike on all ranks, and it does not matter which of them saves it.
 
 There are no collectives. Nothing is imported but torch. Rank and size are those of whatever has started the ranks.
@@ -25,8 +25,9 @@ from hvdtrain.engines.launchers import place_in_use
 from hvdtrain.inputs.dataloaders import Jobs, fetched_by, own_randomness, plain_order, require_usable
 from hvdtrain.inputs.fetching import Samples
 from hvdtrain.inputs.loading import as_it_is, show_own_dataset
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.samplers import digest_of_indices, drawn, has_own_sampler, numbered
-from hvdtrain.inputs.sharding import Plan, mixed_seed, seed_generators
+from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 Ends = Literal["drop", "weight", "repeat"]
 # What torch's DataLoader is given as it is. Not in_order: a batch that overtakes another is one that is not counted.

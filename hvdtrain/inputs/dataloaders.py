@@ -21,6 +21,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs import loading
 from hvdtrain.inputs.fetching import COMPARISON, Fetched, Samples, may_leave_out
 from hvdtrain.inputs.inputs import CHANGES, Batch, Input, InputKind
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.sameness import (
     DRIFTS,
     OF_INIT,
@@ -32,7 +33,7 @@ from hvdtrain.inputs.sameness import (
     require_same,
     split_of,
 )
-from hvdtrain.inputs.sharding import Plan, PlannedBatch, epoch_order, kept, mixed_seed, shard
+from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
 from hvdtrain.loop.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in

@@ -15,8 +15,9 @@ from torch import Tensor
 from hvdtrain.engines.accelerators import CPU, Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.sameness import compared_of, compared_samples, require_same
-from hvdtrain.inputs.sharding import Plan, PlannedBatch, PlannedStep, epoch_order
+from hvdtrain.inputs.sharding import PlannedBatch, PlannedStep, epoch_order
 from hvdtrain.loop.state import Initial, TrainState
 
 CHANGES = "if the data of the epochs differ, write run.steps(..., changes=True)"

@@ -20,7 +20,8 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.dataloaders import is_stream
 from hvdtrain.inputs.inputs import Batch, Input, InputKind, are_tensors
-from hvdtrain.inputs.sharding import Plan, PlannedBatch, mixed_seed
+from hvdtrain.inputs.plan import Plan
+from hvdtrain.inputs.sharding import PlannedBatch, mixed_seed
 from hvdtrain.inputs.sources import open_input
 from hvdtrain.loop.state import Initial, TrainState
 

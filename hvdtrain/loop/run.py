@@ -17,6 +17,7 @@ from torch import Tensor
 from hvdtrain.checkpoint.checkpoint import Facts, name_of
 from hvdtrain.checkpoint.own import IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
+from hvdtrain.engines.base import AMP_DTYPES
 from hvdtrain.engines.errors import Failure
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sharding import passes_per_step
@@ -107,6 +108,27 @@ class Run(RunTools):
         self.checkpoints.register(objects, generators)
 
     # ---- how far it is
+
+    @property
+    def progress(self) -> float:
+        """The fraction of training that is done, 0 to 1."""
+        if self.length.steps is not None:
+            return min(1.0, self.state.step / self.length.steps)
+        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
+
+    @property
+    def epochs_done(self) -> float:
+        """The number of epochs done, including the fraction of the current one."""
+        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
+        if not per_epoch:  # before training, and of a stream, whose length is not known
+            return float(self.state.epoch)
+        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
+        if self.flags.amp == "off":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, AMP_DTYPES[self.flags.amp])
 
     def total_steps(self, data: Any, epochs: int) -> int:
         """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...). A

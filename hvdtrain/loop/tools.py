@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.saving import Checkpoints
-from hvdtrain.engines.base import AMP_DTYPES, Engine
+from hvdtrain.engines.base import Engine
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.sources import Data
 from hvdtrain.loop.evaluation import Evaluation
@@ -149,21 +149,6 @@ class RunTools:
         return self.stage in (Stage.HEAD, Stage.STEPS, Stage.TAIL)
 
     @property
-    def progress(self) -> float:
-        """The fraction of training that is done, 0 to 1."""
-        if self.length.steps is not None:
-            return min(1.0, self.state.step / self.length.steps)
-        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
-
-    @property
-    def epochs_done(self) -> float:
-        """The number of epochs done, including the fraction of the current one."""
-        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
-        if not per_epoch:  # before training, and of a stream, whose length is not known
-            return float(self.state.epoch)
-        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
-
-    @property
     def evaluation(self) -> dict[str, float]:
         """Metrics of the last evaluation by name, and `count`."""
         return self.state.evaluation
@@ -192,12 +177,6 @@ class RunTools:
         if self._shared is None:
             raise refusal("not prepared", WHAT=what)
         return self._shared.prepared
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
-        if self.flags.amp == "off":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, AMP_DTYPES[self.flags.amp])
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which the weights are the same on all ranks."""

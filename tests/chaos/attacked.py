@@ -32,7 +32,7 @@ from hvdtrain.engines import atomic, launchers
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.choice import engine_class
 from hvdtrain.guards import connection
-from hvdtrain.inputs.sharding import Plan
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.launching import exit_codes, processes
 from hvdtrain.loop.run import Run
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from hvdtrain.engines.accelerators import to_device
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Indices
+from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.several import of_other
-from hvdtrain.inputs.sharding import Plan
 from tests.single.training import small
 
 N = 22

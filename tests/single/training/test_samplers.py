@@ -20,8 +20,8 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from hvdtrain.engines.single import SerialEngine
+from hvdtrain.inputs.plan import Plan, batches_after, steps_of_batches
 from hvdtrain.inputs.samplers import Drawn
-from hvdtrain.inputs.sharding import Plan, batches_after, steps_of_batches
 from tests.single.training import small
 
 N = 40
