@@ -1,5 +1,6 @@
 """Records and prints the steps, epochs and evaluations of a run, with the metric names of the script."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -157,8 +158,11 @@ class MetricsLogger:
         self._output.end({**fields, **extra, **self.summary})
         told = [f"exported: {path}" for path in self.exported]
         if (best := extra.get("best")) and not self.only_evaluates:
-            where = f": {self._output.output_dir}/checkpoints/{best['checkpoint']}" if "checkpoint" in best else ""
+            directory = self._output.output_dir or Path()
+            with contextlib.suppress(ValueError, OSError):  # not below the working directory, which may be gone
+                directory = directory.relative_to(Path.cwd())
+            where = f": {directory}/checkpoints/{best['checkpoint']}" if "checkpoint" in best else ""
             value = self.show(best["metric"], best["value"])
-            told.insert(0, f"best {best['metric']} {value}, of epoch {best['epoch']}{where}")
+            told = [f"best {best['metric']} {value}, of epoch {best['epoch']}{where}", *told]
         if told:
             self._output.say("; ".join(told))

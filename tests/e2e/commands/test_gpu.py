@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -26,23 +27,26 @@ def without_ssh(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.leaves("pytest-of-")  # directories of the pytest that it starts
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_script_is_killed_twice_and_runs_each_test_and_rate_once(tmp_path):
     own = dict(WORK=str(tmp_path / "work"), DEVICE="cpu", QUICK="--quick", NO_INSTALL="1", TEST_SECONDS="540")
     own |= dict(TESTS_AT_ONCE="2", PATH=without_ssh(tmp_path / "bin"))
-    outs = [tmp_path / name for name in ("in-the-tests", "in-the-rates", "whole")]
+    outs = [tmp_path / str(number) for number in range(8)]
     lines = lambda path: path.read_text().splitlines() if path.exists() else []  # noqa: E731
     for out, file, count in zip(outs, ("seen", "rates.jsonl"), (3, 2), strict=False):
         with running("bash tests/gpu/alone.sh", env=own | {"OUT": str(out)}, stdout=-3, stderr=-3):
             wait_for(lambda: len(lines(out / file)) >= count, lambda: lines(out / "log"), 560)  # noqa: B023
-    done = launch("bash tests/gpu/alone.sh", timeout=600, **own, OUT=str(outs[2]))
-    assert (done.code, "rates ended with 0" in done.stdout, "error" in done.stdout) == (0, True, False), done
-    assert [json.loads(line)["row"] for line in lines(outs[2] / "rates.jsonl")] == list(rows())
-    assert lines(outs[2] / "rates.jsonl")[:2] == lines(outs[1] / "rates.jsonl")[:2]
-    passed = [line for line in lines(outs[2] / "seen") if line.startswith("passed ")]
+    for out in outs[2:]:  # one call is enough, where nothing else runs
+        done = launch("bash tests/gpu/alone.sh", timeout=600, **own, OUT=str(out))
+        assert (done.code, "error" in done.stdout) == (0, False), done
+        if len(lines(out / "rates.jsonl")) >= len(rows()) and re.search("tests ended with [05]", done.stdout):
+            break
+    assert [json.loads(line)["row"] for line in lines(out / "rates.jsonl")] == list(rows())
+    assert lines(out / "rates.jsonl")[:2] == lines(outs[1] / "rates.jsonl")[:2]
+    passed = [line for line in lines(out / "seen") if line.startswith("passed ")]
     assert len(passed) == len(set(passed)) > 20
-    assert "\nfailed " not in (outs[2] / "seen").read_text(), done
-    assert max(len(list(out.iterdir())) for out in outs) <= 6  # few files may come back from such a machine
+    assert "\nfailed " not in (out / "seen").read_text(), done
+    assert max(len(list(out.iterdir())) for out in outs if out.exists()) <= 6  # few files may come back
 
 
 @pytest.mark.slow

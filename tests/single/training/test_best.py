@@ -63,10 +63,11 @@ def test_a_run_that_early_stopping_has_ended_trains_no_more(at_head, tmp_path, c
     assert longer[-1] == (8, (8, 0.95))
 
 
-def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_path, capsys):
+def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_path, capsys, monkeypatch):
     program(tmp_path, epochs=4, patience=None)
-    best = f"best score 0.9000, of epoch 3: {tmp_path}/checkpoints/step-"
-    assert best in capsys.readouterr().out.splitlines()[-1]
+    assert f"of epoch 3: {tmp_path}/checkpoints/step-" in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.chdir(tmp_path.parent)
+    best = f"best score 0.9000, of epoch 3: {tmp_path.name}/checkpoints/step-"
     assert program(tmp_path, epochs=4, patience=None) == []
     *_, finished, last = capsys.readouterr().out.splitlines()
     assert (finished.split(":")[0], best in last) == ("this run has finished", True)
