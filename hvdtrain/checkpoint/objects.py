@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,17 +80,24 @@ def make_room(module: nn.Module, late: Sequence[Late], device: torch.device) -> 
 # ---- numbers that no checkpoint has
 
 
-def numbers_of(what: object) -> dict[str, Any]:
+def numbers_of(what: object, apart: Sequence[object] = (), *, within: bool = True) -> dict[str, Any]:
     """Return the numbers among an object's attributes: the public ones, and others where the program itself has the class.
 
-    Others of a library's are often caches, such as those of torchmetrics. `training` is the mode of a module.
+    Others of a library's are often caches, such as those of torchmetrics. `training` is the mode of a module. within: also
+    those of attributes with a state, but for `apart`, such as `after.last_epoch` of a warm-up before another scheduler.
     """
-    own = type(what).__module__ == "__main__"
-    return {
-        name: value
-        for name, value in getattr(what, "__dict__", {}).items()
-        if type(value) in (bool, int, float) and name != "training" and (own or not name.startswith("_"))
-    }
+    own, numbers = type(what).__module__ == "__main__", dict[str, Any]()
+    for name, value in getattr(what, "__dict__", {}).items():
+        if type(value) in (bool, int, float) and name != "training" and (own or not name.startswith("_")):
+            numbers[name] = value
+        elif (
+            within
+            and callable(getattr(value, "load_state_dict", None))
+            and not isinstance(value, (nn.Module, torch.optim.Optimizer))
+            and not any(value is one for one in apart)
+        ):
+            numbers |= {f"{name}.{inner}": number for inner, number in numbers_of(value, within=False).items()}
+    return numbers
 
 
 MOST_COMPARED = 2**16  # values
@@ -133,32 +141,41 @@ def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return marks
 
 
-def forgotten(what: Any, began: Mapping[str, Any], shared: Mapping[int, object]) -> dict[str, Any]:
+def forgotten(
+    what: Any, began: dict[str, Any], shared: Mapping[int, object], apart: Sequence[object]
+) -> dict[str, Any]:
     """Return the attributes that a resume would lose: by name, the number that each would have then.
 
     began: `numbers_of` the object when it was registered. Those are lost that have changed since, are not in its state, and
     are not computed from it by its `load_state_dict`. For this, a copy is tried. It has its tensors and `shared` in common
-    with the object, by identity: the same values are written into them.
+    with the object, by identity: the same values are written into them. Of an attribute's own numbers, such a copy alone
+    shows that they come back: then they are taken out of `began`. apart: what is saved itself.
     """
-    changed = {name: value for name, value in numbers_of(what).items() if repr(began.get(name, value)) != repr(value)}
+    now = numbers_of(what, apart)
+    changed = {name: value for name, value in now.items() if repr(began.get(name, value)) != repr(value)}
     if not changed:
         return {}
     leaves = tree_leaves(state := what.state_dict())
     # Of a module, load_state_dict sets no numbers, and a count in its state, such as that of batch norm, may be the same.
     numbers = [] if isinstance(what, nn.Module) else leaves
     kept = {repr(one.item() if getattr(one, "shape", None) == () else one) for one in numbers}
-    changed = {name: value for name, value in changed.items() if repr(value) not in kept}
-    resumed = dict(began)
+    resumed = began | {name: value for name, value in changed.items() if repr(value) in kept}
+    changed = {name: value for name, value in changed.items() if "." in name or repr(value) not in kept}
     if changed:
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         if isinstance(what, nn.Module):
             tensors += [*what.parameters(), *what.buffers()]
         with contextlib.suppress(Exception):  # any: of the author's own
             twin = copy.deepcopy(what, {**shared, **{id(one): one for one in tensors}})
-            vars(twin).update({name: began[name] for name in changed})
+            for name in changed:
+                *path, last = name.split(".")
+                vars(functools.reduce(getattr, path, twin))[last] = began[name]
             twin.load_state_dict(copy.deepcopy(state))
-            resumed = vars(twin)
-    return {name: resumed.get(name) for name, value in changed.items() if repr(resumed.get(name)) != repr(value)}
+            resumed = numbers_of(twin)
+    lost = {name: resumed.get(name) for name, value in changed.items() if repr(resumed.get(name)) != repr(value)}
+    for name in [name for name in changed if "." in name and name not in lost]:
+        del began[name]
+    return lost
 
 
 class Objects:
@@ -240,8 +257,9 @@ class Objects:
                     message = f"{attribute} of {type(optimizer).__name__} has changed, and no checkpoint has it"
                     remedy = "keep it in the optimizer's state or in a registered object"
                     self._resume.output.say(f"warning: {message}: {remedy}")
+        apart = [*self.registered.values()]
         for name, what in self.registered.items():
-            for attribute, value in forgotten(what, began := self._began[name], shared).items():
+            for attribute, value in forgotten(what, began := self._began[name], shared, apart).items():
                 del began[attribute]
                 message = f"its {attribute} has changed, and a resumed run would begin with {value}"
                 remedy = "add it to its state_dict and load_state_dict"

@@ -1,5 +1,6 @@
 """What an author may do wrong with a run and in a step, and what to do instead."""
 
+import gc
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,14 @@ REFUSALS = {
     "write run.evaluating() and run.record() in the loop over run.epochs",
     "program without example": "run.export(NAME): a program needs an example: run.export(FILE, model, example)",
 }
+
+
+ENUMERATED = "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number"
+
+
+def is_enumerated(steps: object) -> bool:
+    """Return whether the program counts what it iterates over by `enumerate`."""
+    return any(type(one) is enumerate for one in gc.get_referrers(steps))
 
 
 def refusal(when: str, *, everywhere: bool = False, **values: object) -> UserError:

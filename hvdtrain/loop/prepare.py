@@ -68,14 +68,19 @@ class Prepared:
 
     def require_same_parameters(self) -> None:
         """Raise UserError for a parameter that was added to an optimizer after `prepare`, whose gradient would not be
-        reduced, or that a model has no longer: the optimizer would go on with it."""
+        reduced, or that a model has no longer: the optimizer would go on with it. Or that was taken out of an optimizer: a
+        resumed run makes it with all."""
         now = {parameter for _, parameter in named_parameters(self.models)}
         if lost := [name for parameter, name in self._names.items() if parameter not in now]:
             remedy = "replace layers before run.prepare(), or copy_() other weights into them"
             raise UserError(f"the model has lost {lost[0]}, which run.prepare() was given: {remedy}")
         for optimizer, trained in self.trained.items():
-            if not set(trained).issuperset(parameters_of(optimizer)):
+            held = set(parameters_of(optimizer))
+            if not held.issubset(trained):
                 raise UserError(PARAMETER_ADDED)
+            if gone := [self._names[parameter] for parameter in trained if parameter not in held]:
+                remedy = "leave it there, and freeze it (requires_grad_(False))"
+                raise UserError(f"{gone[0]} was taken out of an optimizer after run.prepare(): {remedy}")
 
     def require_dense(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError if a gradient is sparse, as of F.embedding(..., sparse=True) with a parameter of the script."""

@@ -7,7 +7,8 @@ raises a UserError with the correct call. docs/training.md shows programs.
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
-from hvdtrain.loop.mistakes import refusal
+from hvdtrain.loop.mistakes import ENUMERATED, is_enumerated, refusal
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
@@ -203,7 +204,9 @@ class Run(RunTools):
         self.require_head()
         self.prepared().require_same_parameters()
         self.stage = Stage.STEPS
-        return self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading))
+        steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())
+        reference = weakref.ref(steps)
+        return steps
 
     def _begin_reading(self, opened: Input, *, first: bool) -> None:
         """Plan the steps over data that are given for the first time, or have changed. A collective."""
@@ -231,8 +234,10 @@ class Run(RunTools):
         if self.stage is not Stage.HEAD:
             raise refusal("steps twice")
 
-    def _steps(self, opened: Input) -> Iterator[Step]:
+    def _steps(self, opened: Input, itself: Callable[[], object]) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
+        if self.output_dir is not None and (not state.step or state.samples_of_epoch) and is_enumerated(itself()):
+            self.say(f"warning: {ENUMERATED}")
         self.checkpoints.resumed_epoch.begin_steps(state)
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)

@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
+from hvdtrain import training
 from hvdtrain.engines.lines import warn_once
-from tests.single.training.small import N, Trained, X, Y, resumed
+from tests.single.training.small import N, Trained, X, Y, flags_for, network, resumed
 
 NUMBERED = TensorDataset(X, Y, torch.arange(N))
 
@@ -168,3 +169,18 @@ def test_a_resumed_run_says_that_its_target_was_reached(tmp_path, capsys):
         t = Trained(out=tmp_path, epochs=epochs, stop_at={"loss": 2.0}, metrics={"loss": "min"}, tail=tail)
         assert t.run.state.epoch == 1
     assert capsys.readouterr().out.count("this run has reached its target, and ends: another target continues it") == 1
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_count_that_begins_again_in_a_resumed_epoch_is_said(counts, tmp_path, capsys):
+    """A GAN's generator, updated at every third index, was updated in other steps: other weights, exit code 0."""
+    net = network()
+    with training.start(flags_for("--output-dir", str(tmp_path), epochs=1)) as run:
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            steps = run.steps(X, Y)
+            for step in (step for _, step in enumerate(steps)) if counts else steps:
+                for x, y in step.batches():
+                    step.backward((model(x) - y).square().mean())
+                step.update()
+    assert capsys.readouterr().out.count("warning: enumerate(run.steps(...)) begins at 0 again") == counts

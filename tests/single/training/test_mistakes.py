@@ -167,6 +167,9 @@ MISTAKES = {
     "a parameter added later": (
         dict(prepare="net, torch.optim.SGD(net[0].parameters(), lr=0.1)", prepared='optimizer.add_param_group({"params": net[3].parameters()})'),
         r"added to an optimizer after run.prepare\(\): create the optimizer with all"),
+    "a parameter taken out later": (
+        dict(in_epoch="optimizer.param_groups[0]['params'] = [*net[3].parameters()] if run.state.epoch else [*net.parameters()]"),
+        r"^0.weight was taken out of an optimizer after run.prepare\(\): leave it there, and freeze it"),
     "prepare twice": (dict(prepared="run.prepare(net, optimizer)"), "was called twice: give it all models"),
     "a loader prepared": (dict(prepare="net, DataLoader(DATA, 8)"), "got Sequential, DataLoader: give it models and optimizers"),
     "a wrapped model": (dict(prepare="nn.DataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)"), "a DataParallel would reduce"),

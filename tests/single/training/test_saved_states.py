@@ -236,6 +236,28 @@ class Averaged(torch.optim.swa_utils.AveragedModel):
         self.times = getattr(self, "times", 0) + 1
 
 
+class Within:
+    """Holds others with a state, as a warm-up holds a scheduler. loads: those to which its load_state_dict gives theirs."""
+
+    def __init__(self, *inner, loads=()):
+        self.first, self.second, self.loads = *inner, loads
+
+    def step(self, *value):
+        for one in (self.first, self.second):
+            one.step(*value)
+
+    def state_dict(self):
+        return {name: getattr(self, name).state_dict() for name in ("first", "second")}
+
+    def load_state_dict(self, state):
+        for name in self.loads:
+            getattr(self, name).load_state_dict(state[name])
+
+
+def within(*loads):
+    return lambda _, o: Within(Average("count", "rate", "begun"), schedulers.ReduceLROnPlateau(o), loads=loads)
+
+
 def averaged(kind, net, **attributes):
     average = kind(net)
     vars(average).update(attributes)
@@ -248,6 +270,9 @@ def scheduled(kind, *arguments, **named):
 
 schedulers = torch.optim.lr_scheduler
 COUNTERS = [
+    (within("first", "second"), {}),
+    (within("first"), {"second.best": "inf", "second.num_bad_epochs": "0", "second.last_epoch": "0"}),
+    (within("second"), {"first.count": "0", "first.rate": "1.0", "first.begun": "False"}),
     (lambda net, _: Average(), {"count": "0", "rate": "1.0", "begun": "False"}),
     (lambda net, _: Average("count", computes=True), {}),
     (lambda net, _: Average("count", "begun", "rate"), {}),
@@ -272,7 +297,7 @@ def test_a_number_of_a_registered_object_that_no_resume_would_bring_back_is_said
         if isinstance(t.what, torch.optim.swa_utils.AveragedModel):
             t.what.update_parameters(t.net)
         else:
-            t.what.step(*[1.0] * isinstance(t.what, (Average, schedulers.ReduceLROnPlateau)))
+            t.what.step(*[1.0] * isinstance(t.what, (Average, Within, schedulers.ReduceLROnPlateau)))
 
     for end in (7, None):
         capsys.readouterr()
