@@ -26,7 +26,7 @@ def serving(directory: Path, python: str = sys.executable, modules: Sequence[str
     line = [python, forked.__file__, "serve", str(path), *modules]
     process = subprocess.Popen(line, env=environment(OMP_NUM_THREADS="1", **extra))
     try:
-        wait_for(lambda: path.exists() or process.poll() is not None, "it does not listen", 200)
+        wait_for(lambda: path.exists() or process.poll() is not None, "it does not listen", 600)
         assert process.poll() is None, f"it has ended with {process.poll()}"
         yield str(path)
         assert process.poll() is None, f"it has ended with {process.poll()}, before it was told to"
