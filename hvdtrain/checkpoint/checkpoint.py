@@ -170,7 +170,7 @@ def understood(label: str = "") -> Iterator[None]:
     """Turn what is raised by a checkpoint that has not what this version writes into a UserError. label: before its text."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UserError(f"{label}{OTHER_VERSION}", everywhere=not label) from error
 
 
@@ -265,6 +265,8 @@ def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Fact
 
     directory: that of the run, or of its checkpoints. Raises UserError if there is none.
     """
+    if not os.path.lexists(directory):  # of what is a file, the next line finds none
+        raise UserError(f"{label}: {os.strerror(errno.ENOENT)}: name the --output-dir of a run")
     inner = directory / "checkpoints"
     paths = checkpoints_in(inner if inner.is_dir() else directory)
     for path in best_of({path: read_facts(path) for path in paths}):

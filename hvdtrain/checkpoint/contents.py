@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint.checkpoint import Facts
+from hvdtrain.engines import portable
 from hvdtrain.engines.accelerators import module_of
 from hvdtrain.engines.collectives import load_exactly
 from hvdtrain.engines.errors import UserError
@@ -80,6 +81,11 @@ def collect(
     states, packed_optimizers = ObjectStates([], {}), []
     for optimizer, prefix in zip(optimizers, prefixes_of_kind("optimizer", len(optimizers)), strict=True):
         states.optimizers.append(state := optimizer.state_dict())
+        if not isinstance(state, dict) or not state.keys() >= {"state", "param_groups"}:
+            remedy = "give run.prepare() each optimizer in it, or let its state_dict() have these"
+            raise UserError(
+                f"the state_dict of {type(optimizer).__name__} has no 'state' and 'param_groups', as torch's: {remedy}"
+            )
         packed_optimizers.append(pack(state, prefix, tensors, *about_optimizer(optimizer)))
     packed = {}
     for name, what in registered.items():
@@ -246,8 +252,8 @@ def require_as_saved(
             try:
                 load_optimizers([twin], models, [read], [facts["parameters"][number]])
                 why = difference_of_values(saved, twin.state_dict())
-            except UserError as error:
-                why = str(error)
+            except UserError as error:  # without the remedy for a resume
+                why = str(error.__cause__ or error).partition("\n")[0]
         if why:
             raise UserError(f"{what} cannot be restored: {why}: {remedy}")
 
@@ -355,7 +361,9 @@ def require_number(name: str, mine: Any, theirs: Any) -> None:
     if isinstance(mine, list):
         for one, other in zip(mine, theirs if isinstance(theirs, list) else [theirs], strict=False):
             require_number(name, one, other)
-    elif isinstance(mine, (int, float)) and not isinstance(theirs, (int, float, Tensor)):
+    elif isinstance(mine, (int, float)) and not (
+        isinstance(theirs, (int, float, Tensor)) or portable.is_scalar(theirs)
+    ):
         raise ValueError(f"{name} is {theirs}")
 
 

@@ -80,6 +80,10 @@ class Remote:
         self.run: str | None = None  # its `run_identity`
         self.checkpoints: dict[str, dict[str, Any]] = {}  # complete ones, by name, newest first
 
+    def is_at(self, directory: Path) -> bool:
+        """Return whether the URL is that of a directory here."""
+        return "file" in self._fs.protocol and os.path.realpath(self._root) == os.path.realpath(directory)
+
     def _path(self, *names: str) -> str:
         return "/".join([self._root.rstrip("/"), *names])
 
@@ -272,6 +276,8 @@ def prepare_mirror(output_dir: Path, mirror: str | None, resume: str) -> Remote 
     if mirror is None:
         return None
     with readable(mirror, "--mirror") as remote:
+        if remote.is_at(output_dir) or remote.is_at(output_dir / CHECKPOINTS):
+            raise UserError(f"--mirror {mirror} is the run's own place: name another one, best on another disk")
         if remote.checkpoints and not places:
             raise UserError(f"--mirror {mirror} has a run, and --resume starts another: {OTHER_RUN_REMEDY}")
         if remote.checkpoints and remote.run != run_identity(output_dir):

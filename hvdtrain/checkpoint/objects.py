@@ -178,6 +178,26 @@ def forgotten(
     return lost
 
 
+def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
+    """Return what shows whether the numbers and tensors change that modules hold beside parameters and saved buffers, by
+    name. Of a module with an extra state, nothing: that may have them."""
+    held = dict[str, object]()
+    for model in models:
+        kept = {one.data_ptr() for one in (*model.parameters(), *model.state_dict().values()) if has_memory(one)}
+        for path, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                continue
+            tensors, buffers = tensors_held(module), module._buffers
+            tensors |= {
+                name: [one] for name in module._non_persistent_buffers_set if (one := buffers.get(name)) is not None
+            }
+            for name, some in tensors.items():  # not another name of a weight, nor an output
+                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some):
+                    held[f"{path}.{name}".lstrip(".")] = mark_of(some)
+            held |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in numbers_of(module).items()}
+    return held
+
+
 class Objects:
     """Models, optimizers, loss scaler and registered objects, at first none. resume: the checkpoint to resume from."""
 
@@ -191,6 +211,8 @@ class Objects:
         self._marks = [marks_of(optimizer) for optimizer in prepared.optimizers]
         self._compared = False  # the states of optimizers, between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
+        self._beside: dict[str, object] | None = None  # what modules held when training began
+        self._restored: dict[str, str] = {}  # hashes of the weights that were restored, until training begins
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
@@ -243,8 +265,40 @@ class Objects:
         self._warn_of_forgotten()
         return facts | {"late": late, "scaler": scaler.state_dict(), "chosen": self._chosen}, tensors, states
 
+    def begin_training(self) -> None:
+        """Note what modules hold that no checkpoint has."""
+        if self._beside is None:
+            self._beside = held_by(self._prepared.models)
+
+    def _warn_of_modules(self) -> None:
+        """Say once what the program changes in a model that no checkpoint has."""
+        now = held_by(self._prepared.models) if self._beside else {}
+        for name, began in (self._beside or {}).items():
+            if now.get(name, began) != began:
+                message = f"{name} of a model has changed, and no checkpoint has it"
+                remedy = "keep it in a buffer with persistent=True, or set it anew in each step, as from run.progress"
+                self._resume.output.say(f"warning: {message}: {remedy}")
+                self._beside = {}
+                return
+
+    def _sums_of_weights(self) -> dict[str, str]:
+        named = (pair for model in self._prepared.models for pair in model.named_parameters())
+        return {name: digest_of_values(one.detach()) for name, one in named}
+
+    def require_restored(self) -> None:
+        """Raise UserError if the program has changed weights since they were restored. A collective."""
+        if self._restored:
+            with self._engine.raising_together("restored weights"):
+                now = self._sums_of_weights()
+                name = next((name for name, total in self._restored.items() if now.get(name, total) != total), None)
+                if name is not None:
+                    remedy = "do that before run.prepare(), or only if run.state.step is 0"
+                    raise UserError(f"{name} was restored by run.prepare(), and has been changed since: {remedy}")
+        self._restored = {}
+
     def _warn_of_forgotten(self) -> None:
         """Say once, at the first checkpoint after it has changed, which number of a registered object no checkpoint has."""
+        self._warn_of_modules()
         models, optimizers = self._prepared.models, self._prepared.optimizers
         shared = {id(one): one for one in (*models, *optimizers, *(p for model in models for p in model.parameters()))}
         for optimizer, marks in zip(optimizers, self._marks, strict=True):
@@ -298,6 +352,8 @@ class Objects:
             self._engine.broadcast_optimizer_state(optimizer)
         if facts["scaler"]:
             prepared.scaler.load_state_dict(facts["scaler"])
+        if self._resume.facts is not None:
+            self._restored = self._sums_of_weights()
 
     # ---- the settings of optimizers
 

@@ -139,7 +139,7 @@ class Own:
         ranks, whole = self._engine.all_gather_packed(*in_one_row(packed), "checkpoint.own")
         (for_all,), row = in_one_row([common])  # not gathered: rank 0 writes
         ranks[0] = for_all | ranks[0]
-        return {OWN: contents.json_tensor(ranks), BYTES: torch.cat([row, whole])}
+        return {OWN: contents.json_tensor(ranks), BYTES: joined_rows([row, whole])}
 
     def _is_many(self) -> bool:
         """Whether ranks are so many that some states are one for all. Not if they are those of fewer processes."""
@@ -179,7 +179,13 @@ class Own:
 def in_one_row(packed: Sequence[dict[str, tuple[Any, Tensor]]]) -> tuple[list[PackedStates], Tensor]:
     """Return what `unpacked_states` makes this of again."""
     told: list[PackedStates] = [{name: (value, len(row)) for name, (value, row) in one.items()} for one in packed]
-    return told, torch.cat([NO_BYTES, *(row for one in packed for _, row in one.values())])
+    return told, joined_rows([row for one in packed for _, row in one.values()])
+
+
+def joined_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return rows of int64 as one; where only one has values, without a copy: the order of an epoch may be long."""
+    full = [row for row in rows if len(row)]
+    return full[0] if len(full) == 1 else torch.cat([NO_BYTES, *full])
 
 
 def unpacked_states(ranks: Sequence[PackedStates], row: Tensor) -> list[dict[str, tuple[Any, Tensor]]]:

@@ -22,7 +22,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags, alike, plain
 from hvdtrain.inputs.inputs import Input
-from hvdtrain.inputs.sameness import SPLIT
+from hvdtrain.inputs.sameness import ALIKE, SPLIT
 from hvdtrain.loop.optim import LENGTH_NAMES
 from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.output.records import parsed
@@ -367,6 +367,10 @@ class Resume:
         if self._flags.resume == "auto" and None not in (began, now) and began != now:
             message = "the data set is split otherwise than when the run began, and samples of its test set would be "
             raise UserError(f"{message}trained on: {SPLIT}", everywhere=True)
+        rows = self.facts.get("rows", {})
+        if other := [name for name, held in source.rows.items() if rows.get(name, held) != held]:
+            remedy = f"{ALIKE}; or the program changes them by epoch"
+            self.output.say(f"warning: the {other[0]} of the data set are not those of the run so far: {remedy}")
         there, here = self.facts["input"]["samples"], source.samples
         if there == here or not self.facts["state"]["step"]:  # stopped in an evaluation before the first step
             return

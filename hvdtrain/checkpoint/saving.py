@@ -64,11 +64,13 @@ class StreamPosition(Provider):
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._own: dict[int, str | None] = {}  # of these, by rank, those of this process's ranks
+        self._own: dict[int, Any] = {}  # of these, by rank, those of this process's ranks
         self._shared = False  # whether these are one for all ranks
 
     def is_common(self, *, many: bool) -> bool:
-        return self._shared if self.source is None else self.source.shares_position
+        if self.source is not None:
+            self._shared = self.source.shares_position
+        return self._shared
 
     def common(self, engine: Engine, moment: Moment) -> Any:
         return self.state(moment)
@@ -77,10 +79,15 @@ class StreamPosition(Provider):
         if self.source is None or self.source.position is None:
             # Stopped in an evaluation before the first step: nothing was read since.
             return self._own.get(self._engine.rank)
-        return json.dumps(self.source.position())  # text: it may have millions of values, which are JSON already
+        held = self.source.position()
+        return (
+            held if self._shared else json.dumps(held)
+        )  # text: it may have millions of values, which are JSON already
 
     def load(self, saved: Saved) -> None:
-        self.of_ranks = None if None in saved.states else [json.loads(state) for state in saved.states]
+        self.of_ranks = None if None in saved.states else list(saved.states)
+        if self.of_ranks is not None and not saved.common:
+            self.of_ranks = [json.loads(state) for state in saved.states]
         self._own[saved.rank] = saved.state if saved.goes_on or saved.common else None
         self._shared = saved.common
 
@@ -206,6 +213,8 @@ class Checkpoints:
         self.own.forget()
         self._position.forget()
         self.interval.begin()
+        if self.writes:
+            self.objects.begin_training()
 
     # ---- saving
 
@@ -253,9 +262,14 @@ class Checkpoints:
             "data": self.resume.data,
             "input": before.get("input", {"samples": 0, "per_epoch": 0}),
             "split": before.get("split"),
+            "rows": before.get("rows", {}),
         }
         if source is not None:
-            facts |= {"input": {"samples": source.samples, "per_epoch": source.per_epoch}, "split": source.split}
+            facts |= {
+                "input": {"samples": source.samples, "per_epoch": source.per_epoch},
+                "split": source.split,
+                "rows": source.rows,
+            }
         copied[contents.OBJECTS] = live.pop(contents.OBJECTS)
         tensors = contents.snapshot(live, heartbeat) | copied
         if not self._read_back:  # with the code of a resume, and compared; later ones have the same form

@@ -1,5 +1,8 @@
 """The exceptions that end a run in one line, without a traceback."""
 
+import itertools
+import re
+
 LONGEST_ERROR = 2000  # characters
 
 
@@ -19,6 +22,16 @@ def why(error: Exception) -> str:
     """Return the message of an error as one line, without object addresses, so that it is the same on every rank."""
     message = getattr(error, "strerror", None) or str(error.args[0] if error.args else "")
     return message.partition("\n")[0].partition(" @ ")[0].partition(" <")[0] or type(error).__name__
+
+
+def of_a_program(error: BaseException) -> str:
+    """Return type and message of an error that a program has raised; of one in a DataLoader worker, without the traceback
+    that torch writes into its message."""
+    text = str(error)
+    if worker := re.match(r"Caught \w+ (in DataLoader worker process \d+)\.\n", text):
+        last = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+        return f"{' '.join(itertools.dropwhile(lambda line: line.startswith(' '), last))} ({worker[1]})"
+    return f"{type(error).__name__}: {text}"
 
 
 class UserError(Exception):

@@ -36,8 +36,12 @@ def output_to(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "name another directory, or free some space"
-        raise UserError(f"--output-dir {directory} cannot be written ({error.strerror or error}): {remedy}") from error
+        why, remedy = error.strerror or error, "name another directory, or free some space"
+        if error.errno == errno.EEXIST and error.filename is not None:
+            there, remedy = Path(os.fsdecode(error.filename)), "name another directory"
+            links = there.is_symlink()
+            why = f"{there} is a link to {os.readlink(there)}, which is not there" if links else f"{there} is a file"  # noqa: PTH115
+        raise UserError(f"--output-dir {directory} cannot be written ({why}): {remedy}") from error
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True, mode: int = 0o666) -> int:

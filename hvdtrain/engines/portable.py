@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 TENSOR, KIND = MARKS = ("__tensor__", "__kind__")
@@ -398,10 +397,10 @@ def _in_words(value: Any) -> str:
 
 def flattened(value: Any) -> tuple[Any, Tensor]:
     """Return nested values as JSON, and the bytes of their tensors, one after the other, as int64 [n] on the CPU."""
-    parts = [torch.empty(0, dtype=torch.uint8)]
+    parts = list[Tensor]()
     packed = to_json(value, lambda tensor: parts.append(bytes_of(tensor)))
-    content = torch.cat(parts)
-    return packed, F.pad(content, (0, -len(content) % 8)).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
+    rest = torch.zeros(-sum(map(len, parts)) % 8, dtype=torch.uint8)
+    return packed, torch.cat([*parts, rest]).view(torch.int64)  # 8 bytes each: MPI counts up to 2^31
 
 
 def unflattened(packed: Any, row: Tensor) -> Any:

@@ -31,6 +31,7 @@ from hvdtrain.inputs.sameness import (
     compared_samples,
     difference_of_samples,
     require_same,
+    rows_of_dataset,
     split_of,
 )
 from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
@@ -62,6 +63,7 @@ class Loader(Input):
         self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self.split = self._first_split = self._split_now()
         engine.require_equal(DRAWN_SPLIT, self.split, SPLIT)
+        self.rows = rows_of_dataset(given.dataset)
         self._read_sampler()
         require_batch_size(given, batch_size)
         self.may_leave_out = may_leave_out(given.collate_fn)
@@ -95,6 +97,8 @@ class Loader(Input):
             split = self._split_now()
         self._engine.require_equal(DRAWN_SPLIT, split, SPLIT)
         self.split = self.split if split == self._first_split else None
+        rows = rows_of_dataset(self._given.dataset)
+        self.rows = {name: held for name, held in self.rows.items() if rows.get(name) == held}
 
     def _split_now(self) -> int | None:
         sampler = self._given.sampler if self._given.batch_size is not None else self._given.batch_sampler
@@ -145,7 +149,7 @@ class Loader(Input):
         if self._jobs.are_done():
             self._batches = None
         if fetched.drifted and self._keeps:
-            lines.warn_once(f"{fetched.drifted} of the data set changes when samples are read: {DRIFTS}")
+            lines.warn_once(f"{fetched.drifted} changes when samples are read: {DRIFTS}")
         count = min(planned.local_count, fetched.samples)
         data = fetched.batch if fetched.samples else self._filler(planned)
         weight = planned.weight * count / planned.local_count if count < planned.local_count else planned.weight

@@ -54,7 +54,7 @@ class Samples(Travels, Dataset[Any]):
         epoch, numbers = job
         if epoch == COMPARISON:
             return Fetched(self.compared(numbers), 0)
-        before = own_state(self.dataset) if self.unwatched else None
+        before = self.own_state() if self.unwatched else None
         try:
             samples = self.samples(epoch, numbers)
             batch = self.collate(samples)
@@ -65,7 +65,13 @@ class Samples(Travels, Dataset[Any]):
         if before is None:
             return Fetched(batch, count)
         self.unwatched = False
-        return Fetched(batch, count, drifted=drifted(before, own_state(self.dataset)))
+        return Fetched(batch, count, drifted=drifted(before, self.own_state()))
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what may change in the data set, and in a collate_fn that is an object, or a method of one."""
+        collate = getattr(self.collate, "__self__", self.collate)
+        held = {f"{name} of the data set": one for name, one in own_state(self.dataset).items()}
+        return held | {f"{name} of collate_fn": one for name, one in own_state(collate).items()}
 
     def compared(self, numbers: Sequence[int]) -> Compared:
         """Return what is compared of the samples with these numbers."""

@@ -6,7 +6,7 @@ ranks nor on the number of DataLoader workers.
 
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Input(ABC):
     samples: int  # in the data set; 0: a stream
     per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
     split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
+    rows: Mapping[str, str] = {}  # a hash of each list of files or numbers in the data set, of those that do not vary
     changes = False  # another epoch may have other data
     restart: bool | None = None  # of several data sets: whether each epoch begins all of them anew; None: it is one
     may_leave_out = False  # batches may have fewer samples than planned
@@ -79,7 +80,10 @@ class Input(ABC):
         if self.per_epoch < engine.size:
             flag = "--virtual-ranks" if engine.takes_turns else "-np"
             few = f"{self.per_epoch} samples but {engine.size} ranks: use {flag} {self.per_epoch} or fewer"
-            raise UserError(few if self.per_epoch else "there are no samples", everywhere=True)
+            raise UserError(
+                few if self.per_epoch > 0 else "there are no samples: give run.steps() data that have some",
+                everywhere=True,
+            )
         return Plan(
             self.samples, self.per_epoch, flags.seed, epochs, engine.rank, engine.size, flags.batch_size,
             flags.accumulate, initial.global_batch, state.epoch, state.samples_of_epoch, self.indices_on, self.order,

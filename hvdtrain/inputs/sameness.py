@@ -14,7 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, SubsetRandomSampler, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
 from hvdtrain.engines.base import Engine
@@ -188,6 +196,47 @@ def drifted(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         if not quick and difference_of(held, now):
             return name
     return ""
+
+
+# ---- what a data set of files has in other order when the program starts again
+
+MOST_ROWS = 1_000  # of a list, evenly spaced
+
+
+def rows_of_dataset(dataset: object) -> dict[str, str]:
+    """Return a hash of each list of numbers or names that a data set holds, by where it is; of torch's TensorDataset, of its
+    tensors. Of paths, the last part: a copy of the data may be elsewhere."""
+    held, known, parts = dict[str, str](), set[int](), [("", dataset)]
+    while parts and len(known) < MOST_PARTS:
+        where, part = parts.pop(0)
+        known.add(id(part))
+        for name, value in list(getattr(part, "__dict__", {}).items()):
+            place, rows = f"{where}{name}", value if isinstance(value, (list, tuple)) else [value]
+            if len(rows) > MOST_ROWS:
+                rows = [rows[at * len(rows) // MOST_ROWS] for at in range(MOST_ROWS)]
+            parts += [
+                (f"{place}.", one) for one in rows[:MOST_PARTS] if isinstance(one, Dataset) and id(one) not in known
+            ]
+            if isinstance(part, TensorDataset):
+                text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
+            elif isinstance(value, (list, tuple)) and rows and all(map(is_name, rows)):
+                text = json.dumps([len(value), names_of_rows(rows)])
+            else:
+                continue
+            held[place] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return held
+
+
+def is_name(row: object) -> bool:
+    """Return whether `row` is a number or text, or a tuple of these, as a path with its label."""
+    return isinstance(row, (bool, int, float, str)) or (isinstance(row, tuple) and all(map(is_name, row)))
+
+
+def names_of_rows(row: Any) -> Any:
+    """Return the rows with the last part of each path."""
+    if isinstance(row, (list, tuple)):
+        return [names_of_rows(one) for one in row]
+    return row.rpartition("/")[2] if isinstance(row, str) else row
 
 
 SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.Generator().manual_seed(0))"

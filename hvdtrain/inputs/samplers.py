@@ -1,10 +1,8 @@
 """The order of a user's sampler or batch sampler: drawn once per epoch, under the seed and the epoch, alike on all ranks."""
 
-import base64
 import contextlib
 import hashlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+from hvdtrain.checkpoint.checkpoint import understood
 from hvdtrain.checkpoint.randomness import reseed
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -113,6 +112,9 @@ class Drawn:
         except (TypeError, ValueError) as error:
             what = "lists of indices" if self._in_batches else "indices"
             remedy = "write batch_sampler= for one that draws lists, and sampler= for one that draws indices"
+            held = [one for batch in batches if isinstance(batch, (list, tuple)) for one in batch]
+            if any(isinstance(one, (str, bytes, tuple)) for one in held):
+                remedy = "let it draw numbers from 0, and let the Dataset find by them what it looks up: a key, a size"
             raise UserError(
                 f"the DataLoader's {self._kind} draws something else than {what} ({error}): {remedy}"
             ) from error
@@ -164,7 +166,7 @@ class SampledLoader(Loader):
     """
 
     shares_position = True
-    _saved: tuple[int, str] | None = None  # an epoch, and its order as text
+    _saved: Mapping[str, Any] = {"epoch": None}  # and its order, and the lengths of its batches, int32
 
     def _read_sampler(self) -> None:
         self._drawn = drawn(self._engine, self._given, self._seed)
@@ -176,19 +178,19 @@ class SampledLoader(Loader):
     def _order_of_epoch(self) -> Any:
         if self._engine.rank != 0:  # it is the same on all
             return None
-        if self._saved is None or self._saved[0] != self._epoch:
+        if self._saved["epoch"] != self._epoch:
             batches = self._drawn.batches(self._seed, self._epoch)
             order = torch.cat([NONE_DRAWN, *batches]).int()  # half as much to save; fewer samples than 2**31
             lengths = [len(batch) for batch in batches] if self._given.batch_size is None else [len(order)]
-            self._saved = self._epoch, json.dumps([base64.b64encode(order.numpy().tobytes()).decode(), lengths])
-        return {"epoch": self._epoch, "order": self._saved[1]}
+            self._saved = {"epoch": self._epoch, "order": order, "lengths": torch.tensor(lengths, dtype=torch.int32)}
+        return self._saved
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
         held = (positions() or [None])[0]
         if not isinstance(held, dict) or held.get("epoch") != state.epoch or not state.samples_of_epoch:
             return None
-        text, lengths = json.loads(held["order"])
-        order = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32).long() if text else NONE_DRAWN
+        with understood():
+            order, lengths = held["order"].long(), held["lengths"].tolist()
         if len(order) and not -self.samples <= int(order.min()) <= int(order.max()) < self.samples:
             return None  # of another data set, which --resume PATH allows
         line = self._drawn.hold(state.epoch, list(order.split(lengths)))

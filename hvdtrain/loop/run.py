@@ -171,6 +171,7 @@ class Run(RunTools):
         self.length = Length.of(count, steps, stop_at, metrics, self.state)
         self.metrics_logger.epochs = count
         self.checkpoints.objects.restore_settings()
+        self.checkpoints.objects.require_restored()
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
         self.checkpoints.resumed_epoch.note(self.state)

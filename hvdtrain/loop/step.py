@@ -259,6 +259,9 @@ class Step:
         if self.items is not None:
             self.items.begin()
         self._uncounted, self._passes, self.backwards = set(), 0, {}
+        self._gradients: dict[
+            torch.optim.Optimizer, tuple[Tensor, int]
+        ] = {}  # one of each, and how often it was written
         if count > 1 and len(prepared.optimizers) > 1:
             from hvdtrain.loop.mistakes import Outputs
 
@@ -301,10 +304,27 @@ class Step:
             count = count if batch.count else 0.0  # a rank without samples repeats one, which does not count
             weight = self._counts().add(chosen, self._passes, count)
         self._passes += 1
+        if self._passes > 1:
+            self._require_gradients(chosen)
         self._differentiate(loss, weight, chosen)
+        if self.micro_batches > 1 and not prepared.engine.takes_turns:
+            for one in chosen:
+                if (first := next((p.grad for p in prepared.trained[one] if p.grad is not None), None)) is not None:
+                    self._gradients[one] = first, first._version
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
             self._add("loss", loss.detach(), batch.count if count is None else count)
+
+    def _require_gradients(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise UserError if the program has cleared the gradients of the micro-batches before."""
+        for one in chosen:
+            if one not in self._gradients:
+                continue
+            first, version = self._gradients[one]
+            grads = [p.grad for p in self._shared.prepared.trained[one] if p.grad is not None]
+            if not grads or (first._version != version and not any(bool(grad.any()) for grad in grads)):
+                remedy = "leave zero_grad() out, they are cleared before each step"
+                raise UserError(f"step {self.number}: the gradients of the micro-batch before were cleared: {remedy}")
 
     def _begin_backward(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
         """Count a backward pass of these optimizers. Raises UserError if they have gradients that are not applied yet."""
@@ -418,6 +438,8 @@ class Step:
         UserError.
         """
         shared, prepared = self._shared, self._shared.prepared
+        if clip_norm is not None and not isinstance(clip_norm, Tensor) and not float(clip_norm) > 0:
+            raise UserError(f"step.update(clip_norm={clip_norm}): give it a number above 0, or leave it out")
         if self._batch is not None:
             raise self._not_ended("step.update() inside the loop over step.batches(): let it end first")
         chosen = list(self._reduced) if optimizer is None else [prepared.own(optimizer)]

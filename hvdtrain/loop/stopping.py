@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import Failure, UserError, of_a_program
 from hvdtrain.engines.launchers import announced
 from hvdtrain.guards import limits
 from hvdtrain.guards.connection import Fail
@@ -66,7 +66,7 @@ class Stopping:
             self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
         mistake = isinstance(error, (UserError, LeftEarly))
-        failure = None if agreed else Fail(f"{type(error).__name__}: {error}", mistake)
+        failure = None if agreed or error is None else Fail(of_a_program(error), mistake)
         self.watch.close(failure)
         theirs = failure is not None and self.engine.rank and self.watch.peers.failed_alike(0, failure)
         if theirs and isinstance(error, (UserError, LeftEarly)):

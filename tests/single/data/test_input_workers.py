@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from hvdtrain.engines import lines
 from hvdtrain.engines.choice import start_engine
-from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.errors import Failure, UserError, of_a_program
 from hvdtrain.inputs import dataloaders, fork_server, loading
 from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN
 from hvdtrain.launching.processes import runs
@@ -243,6 +243,24 @@ def test_an_error_of_the_data_set_is_its_own(error):
 
     with pytest.raises(type(error), match=str(error)[:10]):
         list(loading.while_workers_live(batches()))
+
+
+class Unreadable(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        try:
+            return 1 // 0
+        except ZeroDivisionError as error:
+            raise ValueError("no image\nat all") from error
+
+
+def test_other_ranks_are_told_what_a_worker_raised_and_not_its_traceback():
+    with pytest.raises(ValueError, match="Original Traceback") as raised:
+        list(DataLoader(Unreadable(), num_workers=1))
+    assert of_a_program(raised.value) == "ValueError: no image at all (in DataLoader worker process 0)"
+    assert of_a_program(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_flags_go_to_a_worker_with_the_data_set_that_holds_them():

@@ -17,6 +17,7 @@ import pytest
 from hvdtrain import mnist
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines import lock as locks
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lock import Lock
 from hvdtrain.launching.exit_codes import run_command
 
@@ -51,6 +52,20 @@ def test_a_link_is_replaced_and_not_followed(name, exists, tmp_path):
     with pytest.raises(OSError, match="symbolic"):
         (tmp_path / "log").symlink_to(victim)
         files.open_to_append(tmp_path / "log")
+
+
+TO_NOTHING = "link is a link to .*nowhere, which is not there"
+
+
+@pytest.mark.parametrize(("name", "told"), [("link", TO_NOTHING), ("link/run", TO_NOTHING), ("file", "file is a file")])
+def test_an_output_directory_that_is_something_else_is_said(name, told, tmp_path):
+    """It was "File exists", of a link to nothing, too."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    directory = tmp_path / name
+    line = rf"cannot be written \({tmp_path}/{told}\): name another dir"
+    with pytest.raises(UserError, match=line), files.output_to(directory):
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 def test_created_with_the_users_umask(tmp_path):

@@ -160,6 +160,9 @@ def test_a_manifest_that_is_none_is_refused(made, said, tmp_path):
         (["--mirror", "nosuch://bucket/run"], "cannot be used"),
         (["--resume", "file://DIR/nothing"], "has no run: name another place"),
         (["--mirror", "bucket/run"], "is not a URL such as"),
+        (["--mirror", "file://host/run"], "is not a URL such as"),  # it was a directory of the working directory
+        (["--mirror", "file://DIR/out"], "is the run's own place: name another"),  # which removed the checkpoints
+        (["--mirror", "file://DIR/out/checkpoints"], "is the run's own place: name another"),
         (["--mirror", "sftp://me:secret@host/run"], "a password in the URL"),
         (["--mirror", "s3://bucket/run", "--output-dir", "x", "--evaluate", "y"], "leave it out with --evaluate"),
     ],

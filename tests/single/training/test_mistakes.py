@@ -126,6 +126,12 @@ MISTAKES = {
     "optimizer.step() beside it": (dict(in_batches="optimizer.step()"), r"write step.update\(\) after the loop"),
     "zero_grad before the update": (dict(update="optimizer.zero_grad(); step.update()"), r"zero_grad\(\) would lose the gradients"),
     "zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="optimizer.zero_grad()"), "leave it out, gradients"),
+    "the model's zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="model.zero_grad()"), "were cleared: leave zero_grad"),
+    "gradients set to 0 in each micro-batch": (
+        dict(before="flags.accumulate = 2", before_loss="model.zero_grad(set_to_none=False)"), "were cleared: leave zero_grad"),
+    "a norm of 0": (dict(update="step.update(clip_norm=0)"), r"clip_norm=0\): give it a number above 0"),
+    "a norm that is no number": (dict(update="step.update(clip_norm=float('nan'))"), "clip_norm=nan"),
+    "fewer samples than none": (dict(data="-3"), "there are no samples: give"),
     "batch outside of a step": (dict(before="", at_step="pass", after="step.batch"), r"step.batch outside of step.batches"),
     "steps in a list": (dict(data="X, Y", in_epoch="list(run.steps(X, Y))"), "step 1 has no gradients"),
     "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: give it both"),

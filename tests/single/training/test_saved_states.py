@@ -2,7 +2,9 @@
 
 import contextlib
 import decimal
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,7 +143,18 @@ class Twice(torch.optim.SGD):
             self.state[parameter]["rate"] = decimal.Decimal("0.1")
 
 
+class Both(torch.optim.SGD):
+    """Has the state_dicts of two optimizers."""
+
+    def state_dict(self):
+        return {"one": super().state_dict(), "two": {}}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["one"])
+
+
 REFUSED = [
+    (lambda p: Both(p, 0.1), {}, "^the state_dict of Both has no 'state' and 'param_groups', as torch's: give run.prepare"),
     (lambda p: Forgets(p, 0.1, momentum=0.9), {}, r"^the state of Forgets cannot be restored: \['state'\]"),
     (lambda p: type("Shares", (Own,), {"update": staticmethod(one_in_group_and_state)})(p, 0.1), {},
      r"^the state of Shares cannot be restored: \['param_groups'\]\[0\]\['shared'\] is one with another before"),
@@ -157,6 +170,20 @@ def test_what_could_not_be_restored_is_said_at_the_first_checkpoint(make, regist
     with pytest.raises(UserError, match=told):
         run_to_the_end(tmp_path, make, register=register)
     assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_a_setting_that_is_a_number_of_numpy_is_restored(tmp_path):
+    """No resume took it: "momentum is 0.9"."""
+
+    def program(directory, stop):
+        def schedule(t):
+            t.optimizer.param_groups[0].update(lr=np.float64(0.1), momentum=np.float32(0.9))
+
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        return Trained("--checkpoint-steps", "1", out=directory, kill=stop, optimizer=sgd, at_step=schedule).losses
+
+    whole, apart = resumed(program, tmp_path, 3)
+    assert whole[-len(apart) :] == apart
 
 
 def test_a_registered_state_of_many_values_and_levels_is_read_back(tmp_path):
