@@ -62,7 +62,7 @@ def test_another_tool_kills_at_the_file_events_of_a_save(ranks, tmp_path):
     program = "-m hvdtrain.mnist --dataset digits --epochs 1 --checkpoint-steps 3 --no-progress --output-dir {out}"
     weights = "import json; print(json.load(open('{out}/summary.json'))['parameters_sha256'])"
     line = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(tmp_path / "work"), "--ranks", str(ranks)]
-    line += ["--max-points", "8", "--timeout", "200", "--step-regex", r"resumed after step (\d+)"]
+    line += ["--max-points", "8", "--timeout", "600", "--step-regex", r"resumed after step (\d+)"]
     line += ["--result-cmd", shlex.join([sys.executable, "-c", weights]), "--", sys.executable, *program.split()]
     env = environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1900)
