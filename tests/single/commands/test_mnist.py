@@ -120,6 +120,23 @@ def test_weights_without_plain_values_are_one_line(change, complaint, tmp_path):
     assert complaint in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (lambda model: model,
+            r"\(it holds a whole model, or other objects\): save it with torch.save\(model.state_dict\(\)\)$"),
+        (lambda model: {f"body.{name}": one for name, one in model.state_dict().items()},
+            r"its names begin with body.: save the state_dict of that part$"),
+    ],
+)  # fmt: skip
+def test_weights_of_a_whole_model_or_of_one_around_it_say_how_to_save_them(saved, said, tmp_path):
+    """In place of torch's long text, with escape codes, and of flags that a program of one's own lacks."""
+    path, model = tmp_path / "w.pt", ConvNet()
+    torch.save(saved(model), path)
+    with pytest.raises(UserError, match=said):
+        load_weights(model, path)
+
+
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
 def test_weights_of_a_wrapped_model_say_how_to_save_them(prefix, tmp_path):
     path, model = tmp_path / "w.pt", ConvNet()

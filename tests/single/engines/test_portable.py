@@ -125,7 +125,7 @@ cycle.append(cycle)
         of_module, {"a": tensor, "b": tensor, "c": tensor.detach()}, [shared, shared], numbered(DEEPEST), cycle,
         -0.0, [0.0, -0.0, math.nan], {1: True, 2: 1}, np.float64(0.1), np.array(3), list(range(300_000)),
         torch.ones(2, 3).t(), torch.zeros(3).expand(2, 3), torch.conj(torch.ones(2, dtype=torch.complex64) * 1j),
-        {"queue": tensor.view(2)[:1], "other": tensor.view(2)[1:]}, "\ud800", {"": {"": {}}},
+        {"queue": tensor.view(2)[:1], "other": tensor.view(2)[1:]}, "\ud800", {"": {"": {}}}, collections.Counter(a=6),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

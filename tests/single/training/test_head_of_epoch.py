@@ -154,7 +154,9 @@ def test_a_resumed_run_has_the_modes_of_its_modules(place, stops, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("head", ["halves the rate", "sets the rate by the end", "steps a scheduler"])
+@pytest.mark.parametrize(
+    "head", ["halves the rate", "halves it, and each step lowers it", "sets the rate by the end", "steps a scheduler"]
+)
 def test_the_head_of_a_resumed_epoch_of_a_longer_run_counts_once(head, tmp_path):
     """A rate that follows the end of the run follows the new one. Others were halved twice."""
 
@@ -168,16 +170,23 @@ def test_the_head_of_a_resumed_epoch_of_a_longer_run_counts_once(head, tmp_path)
             else:
                 group["lr"] = 0.8 * (1 - epoch / epochs) if "end" in head else group["lr"] * 0.5
 
+        def each(t):
+            rates[t.step.number] = t.rate()
+            t.optimizer.param_groups[0]["lr"] *= lowered
+
         Trained(
             *SAVED, out=tmp_path, net=nn.Linear(3, 1), lr=0.8, data=[X], loss=squares, epochs=epochs, kill=kill,
             registered=lambda t: dict(scheduler=LambdaLR(t.optimizer, lambda n: 0.5**n)) if "scheduler" in head else {},
-            head=at_head, each=lambda t: rates.update({t.step.number: t.rate()}),
+            head=at_head, each=each,
         )  # fmt: skip
         return rates
 
+    lowered = 0.9 if "lowers" in head else 1.0
     killed(program, 2, 8)
     each = [0.8, 0.6, 0.4, 0.2] if "end" in head else [0.4, 0.2, 0.1, 0.05]
-    assert program(4) == pytest.approx({number: each[(number - 1) // 5] for number in range(8, 21)})
+    assert program(4) == pytest.approx(
+        {number: each[(number - 1) // 5] * lowered ** (number - 1) for number in range(8, 21)}
+    )
 
 
 def test_a_scheduler_with_last_epoch_finds_the_initial_rate(tmp_path):
