@@ -116,7 +116,7 @@ def test_of_two_runs_that_begin_at_once_the_first_ends_in_one_line(tmp_path):
             with readable(url, "--mirror") as other:
                 other.run, other.checkpoints = "other", {}
                 other.begin()
-        if t.step.number > 3:  # a run takes longer between two checkpoints
+        if t.step.number > 4:  # a run takes longer between two checkpoints
             wait_for(lambda: "mirror" not in [thread.name for thread in threading.enumerate()], "it copies on")
 
     with pytest.raises(UserError, match=f"--mirror {url}: another run writes there now: name another --mirror"):
