@@ -11,11 +11,10 @@ an object that was met before  {KIND: "same", "value": its number}: lists, mappi
 
 import base64
 import enum
-import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ COUNTED = frozenset([list, set, deque, bytearray, *MAPPINGS.values()])  # and ar
 TENSOR_TYPES = {Tensor, nn.Parameter}  # not of derived classes, which may have more than their values
 NUMBERS = "biufcmMSU"  # kinds of numpy's dtypes whose bytes are all of their value
 LONGEST_INT = 2**2048  # Python's limit for reading digits is twice as long
-SHOWN = 60  # characters of a value in a message
 DEEPEST = 100  # levels: each takes up to three of Python's 1,000 frames, also when it is read
 
 
@@ -354,42 +352,70 @@ class _Decoder:
 
 
 def difference_of_values(saved: Any, read: Any) -> str | None:
-    """Return where what was read differs from what was saved, in words; None: nowhere. Types, values, and which are one."""
-    one, other = _comparable(saved), _comparable(read)
-    return None if json.dumps(one) == json.dumps(other) else _first_difference(one, other, "")
+    """Return where what was read differs from what was saved, in words; None: nowhere. Types, values, and which are one.
+
+    It walks through the values, and does not compare their JSON: what that leaves out, both would lack.
+    """
+    return next(_differences(saved, read, "", {}, {}), None)
 
 
-def _comparable(value: Any) -> Any:
-    """Return JSON that is the same for the same values alone; of what cannot be saved, its text."""
-    try:
-        return to_json(value, lambda tensor: hash(bytes_of(tensor).numpy().tobytes()))
-    except NotStored:
-        return repr(value)
+def _differences(
+    saved: Any, read: Any, place: str, partner: dict[object, object], of_read: dict[object, object]
+) -> Iterator[str]:
+    """partner: identities of what was read, by those of what was saved. of_read: the reverse."""
+    where = place or "it"
+    if _type(saved) is not _type(read):
+        yield f"{where} is a {type(saved).__name__} and comes back as a {type(read).__name__}"
+        return
+    if (known := identity_of(saved)) is not None:
+        other = identity_of(read)
+        if known in partner or other in of_read:
+            if partner.get(known) != other or of_read.get(other) != known:
+                yield f"{where} is one with another {type(saved).__name__} before or after, and not both"
+            return
+        partner[known], of_read[other] = other, known
+    if isinstance(saved, dict):
+        yield from _differences(tuple(saved), tuple(read), f"{place}.keys()", partner, of_read)
+        if getattr(saved, "default_factory", None) is not getattr(read, "default_factory", None):
+            yield f"{where} makes other values for missing keys when it comes back"
+        for (key, item), other in zip(saved.items(), read.values(), strict=False):
+            yield from _differences(item, other, f"{place}[{key!r}]", partner, of_read)
+        yield from _differences(_attributes(saved), _attributes(read), f"{place}.__dict__", partner, of_read)
+    elif isinstance(saved, (list, tuple, deque)):
+        if len(saved) != len(read) or getattr(saved, "maxlen", None) != getattr(read, "maxlen", None):
+            yield f"{where} has another length when it comes back"
+        elif not {*map(type, saved)} <= SCALARS | {int} or _told(list(saved)) != _told(list(read)):
+            for number, (item, other) in enumerate(zip(saved, read, strict=True)):
+                yield from _differences(item, other, f"{place}[{number}]", partner, of_read)
+    elif isinstance(saved, Tensor):
+        there, here = _kind(saved), _kind(read)
+        if there != here:
+            yield f"{where} is {there} and comes back as {here}"
+        elif not torch.equal(bytes_of(saved), bytes_of(read)):
+            yield f"{where} has other values when it comes back"
+    elif is_array(saved) or is_scalar(saved):
+        if (saved.dtype, saved.shape, saved.tobytes()) != (read.dtype, read.shape, read.tobytes()):
+            yield f"{where} has other values when it comes back"
+    elif _told(saved) != _told(read):
+        yield f"{where} is {saved!r} and comes back as {read!r}"
 
 
-def _first_difference(one: Any, other: Any, place: str) -> str:
-    """Return where two values, as `_comparable` gives them, begin to differ, and in what."""
-    pairs: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other) and TENSOR not in one:
-        pairs = zip(one, one.values(), other.values(), strict=True)
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = zip(range(len(one)), one, other, strict=True)
-    for key, mine, theirs in pairs:
-        # By their text: NaN is not equal to itself, and True is equal to 1.
-        if json.dumps(mine) != json.dumps(theirs):
-            return _first_difference(mine, theirs, f"{place}[{key!r}]")
-    there, here = _in_words(one), _in_words(other)
-    return f"{place or 'it'} " + (
-        f"is {there} and comes back as {here}" if there != here else "has other values when it comes back"
-    )
+def _type(value: Any) -> type:
+    kind = type(value)
+    return Tensor if kind in TENSOR_TYPES and kind is not nn.Parameter else kind
 
 
-def _in_words(value: Any) -> str:
-    if isinstance(value, dict) and value.get(KIND) == "same":
-        return "one with another before it"
-    if isinstance(value, dict) and TENSOR in value:
-        return f"a tensor {value['shape']} {value['dtype']}"
-    return json.dumps(value)[:SHOWN]
+def _attributes(value: Any) -> Any:
+    return vars(value) if type(value) is OrderedDict and vars(value) else None
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}{' with a gradient' if tensor.requires_grad and tensor.is_leaf else ''}"
+
+
+def _told(value: Any) -> Any:
+    """Return what tells values apart that `==` does not, such as 1 and True, 0.0 and -0.0, and makes one NaN another."""
+    return sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else repr(value)
 
 
 # ---- with the bytes of their tensors in one row

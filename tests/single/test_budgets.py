@@ -36,8 +36,8 @@ BUDGETS = {
     # The reason of any error, too.
     # With the watch of scripts that do not use hvdtrain, which guards had, the memory of the smallest GPU, --virtual-ranks,
     # ranks in different collectives, and the names of buffers, which loop and checkpoint had.
-    # With what --output-dir is instead.
-    "hvdtrain/engines": 4800,
+    # With what --output-dir is instead. A first checkpoint is compared value by value, not by the JSON that was written.
+    "hvdtrain/engines": 4830,
     "hvdtrain/features": 1140,  # with --virtual-ranks
     "hvdtrain/guards": 1580,
     # With what persistent workers do not see, samplers without an engine, virtual ranks, restart, the order of an epoch in

@@ -131,7 +131,7 @@ def test_the_first_checkpoint_is_read_back(monkeypatch):
     own.add("kept", kept)
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.checkpoint.own.unflattened", lambda packed, row: [1])
-        with pytest.raises(UserError, match=r"of its own cannot be restored: \[0\] is 1.5 and comes back as 1"):
+        with pytest.raises(UserError, match=r"^what a rank has of its own cannot be restored: \[0\] is a float and"):
             own.save(Moment())
     own.save(Moment())
 
