@@ -68,6 +68,7 @@ class ExactLoader:
         self._draws = drawn(None, dataloader, seed) if has_own_sampler(dataloader) else None
         self.dataset: Any = dataloader.dataset
         self.batch_size: Any = dataloader.batch_size
+        self.drop_last = self._ends == "drop"  #: as of a DataLoader: loops look at it
         self.weight = 1.0  #: of the current batch
         self._global_batch: int | None = None  # samples of a step over all ranks, in the run that saved the state
         self._plans: dict[Any, Plan] = {}  # the current one; self._digest is that of its order

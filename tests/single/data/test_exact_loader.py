@@ -384,3 +384,8 @@ def test_importing_it_imports_torch_and_nothing_else():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "hvdtrain False False\n"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_it_has_the_drop_last_of_its_dataloader(given):
+    assert exact_loader(DataLoader(torch.arange(9.0), 2, drop_last=given)).drop_last is given
