@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers
+from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor_checksum
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import uncompiled_name
+from hvdtrain.engines.modules import named_parameters, uncompiled_name
 from hvdtrain.engines.portable import bytes_of, has_memory
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
@@ -212,7 +212,7 @@ class Objects:
         self._compared = False  # the states of optimizers, between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._beside: dict[str, object] | None = None  # what modules held when training began
-        self._restored: dict[str, str] = {}  # hashes of the weights that were restored, until training begins
+        self._restored: dict[str, int] = {}  # checksums of the weights that were restored, until training begins
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
@@ -281,9 +281,8 @@ class Objects:
                 self._beside = {}
                 return
 
-    def _sums_of_weights(self) -> dict[str, str]:
-        named = (pair for model in self._prepared.models for pair in model.named_parameters())
-        return {name: digest_of_values(one.detach()) for name, one in named}
+    def _sums_of_weights(self) -> dict[str, int]:
+        return {name: int(tensor_checksum(one)) for name, one in named_parameters(self._prepared.models)}
 
     def require_restored(self) -> None:
         """Raise UserError if the program has changed weights since they were restored. A collective."""

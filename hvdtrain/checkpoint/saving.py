@@ -80,9 +80,8 @@ class StreamPosition(Provider):
             # Stopped in an evaluation before the first step: nothing was read since.
             return self._own.get(self._engine.rank)
         held = self.source.position()
-        return (
-            held if self._shared else json.dumps(held)
-        )  # text: it may have millions of values, which are JSON already
+        # A position is text: it may have millions of values, which are JSON already.
+        return held if self._shared else json.dumps(held)
 
     def load(self, saved: Saved) -> None:
         self.of_ranks = None if None in saved.states else list(saved.states)

@@ -4,6 +4,7 @@ Only rank 0 lists the folders, and sends the list to the other ranks. Listing a 
 overload a shared file system, and a single list cannot differ between ranks.
 """
 
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
@@ -108,21 +109,42 @@ def open_folders(
 
 
 def list_folder(root: Path) -> tuple[list[str], Listing]:
-    """Return the class names and the files, as ImageFolder lists them. Raises UserError, also if a class has no images."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+    """Return the class names and the files, in ImageFolder's order. Raises UserError if a class has no images."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
 
     try:
-        classes, numbers = find_classes(root)
-        found = make_dataset(root, numbers, IMG_EXTENSIONS)
-    except OSError as error:  # torchvision's own has no file name
-        message = f"{error.filename} cannot be read ({error.strerror})" if error.filename else str(error)
-        raise UserError(
-            f"--data-dir: {message}: name the directory that has train/CLASS/*.jpg and val/CLASS/*.jpg"
-        ) from error
-    names = [path[len(str(root)) + 1 :].encode(errors="surrogateescape") for path, _ in found]
+        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        paths = [files_of_class(f"{root}/{name}", IMG_EXTENSIONS) for name in classes]
+    except OSError as error:
+        raise UserError(f"--data-dir: {error.filename} cannot be read ({error.strerror})") from error
+    if not classes:
+        raise UserError(f"--data-dir: {root} has no directory for each class")
+    if empty := [name for name, those in zip(classes, paths, strict=True) if not those]:
+        supported = f"Supported extensions are: {', '.join(IMG_EXTENSIONS)}"
+        raise UserError(f"--data-dir: Found no valid file for the classes {', '.join(empty)}. {supported}")
+    names = [path[len(str(root)) + 1 :].encode(errors="surrogateescape") for those in paths for path in those]
     ends = torch.tensor([len(name) for name in names]).cumsum(0)
-    labels = torch.tensor([label for _, label in found])
+    labels = torch.tensor([label for label, those in enumerate(paths) for _ in those])
     return classes, Listing(torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8), ends, labels)
+
+
+def files_of_class(directory: str, endings: tuple[str, ...]) -> list[str]:
+    """Return the image files of one class, also those in directories below and behind links, in ImageFolder's order.
+
+    Raises OSError, and UserError if a link leads to a directory above it: torchvision follows it for 40 levels, and two of
+    them 2**40 times.
+    """
+    found = []
+    above: dict[str, set[tuple[int, int]]] = {}  # path of a directory -> devices and inodes of those above it
+    for path, names, in_it in os.walk(directory, followlinks=True):
+        entry = Path(path).stat()
+        place = entry.st_dev, entry.st_ino
+        those = above.pop(path, set())
+        if place in those:
+            raise UserError(f"--data-dir: {path} leads to a directory above it: remove the link")
+        above |= {f"{path}/{name}": those | {place} for name in names}
+        found.append((path, [name for name in sorted(in_it) if name.lower().endswith(endings)]))
+    return [f"{path}/{name}" for path, in_it in sorted(found) for name in in_it]
 
 
 def refuse_other_classes(train: list[str], test: list[str]) -> None:

@@ -124,6 +124,8 @@ class Step:
         self._updated: set[torch.optim.Optimizer] = set()
         self._unscaled: set[torch.optim.Optimizer] = set()  # with --amp fp16: since the last update of the scaler
         self._uncounted: set[torch.optim.Optimizer] = set()  # those with a backward pass without `count`
+        # After a backward pass, one gradient of each optimizer, and how often it was written.
+        self._gradients: dict[torch.optim.Optimizer, tuple[Tensor, int]] = {}
         self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     @property
@@ -259,9 +261,7 @@ class Step:
         if self.items is not None:
             self.items.begin()
         self._uncounted, self._passes, self.backwards = set(), 0, {}
-        self._gradients: dict[
-            torch.optim.Optimizer, tuple[Tensor, int]
-        ] = {}  # one of each, and how often it was written
+        self._gradients = {}
         if count > 1 and len(prepared.optimizers) > 1:
             from hvdtrain.loop.mistakes import Outputs
 

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.checkpoint import read_checkpoint
 from hvdtrain.checkpoint.own import BYTES, OWN
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn_once
-from tests.single.training.small import Killed, N, Trained, X, Y, flags_for, killed, network, resumed
+from tests.single.training.small import Killed, N, Trained, X, Y, fit, flags_for, kill_at, killed, network, resumed
 
 NUMBERED = TensorDataset(X, Y, torch.arange(N))
 
@@ -126,6 +126,23 @@ def test_weights_that_are_set_after_they_were_restored_are_refused(tmp_path):
         program(tmp_path / "a", None)
     whole, apart = resumed(partial(program, only_at_start=True), tmp_path, 3)
     assert whole[-len(apart) :] == apart
+
+
+def test_weights_of_each_of_several_models_are_looked_after(tmp_path):
+    """Parameters of two models may have the same names: only those of the last one were compared."""
+
+    def program(directory, stop):
+        first, last = network(), network()
+        optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], 0.1)
+        with training.start(flags_for("--checkpoint-steps", "1", "--output-dir", str(directory))) as run:
+            run.prepare(first, last, optimizer)
+            if run.state.step:
+                first[3].reset_parameters()
+            fit(run, (X, Y), lambda _, x, y: (first(x) + last(x) - y).square().mean(), each=kill_at(stop))
+
+    killed(program, tmp_path, 3)
+    with pytest.raises(UserError, match=r"3.weight was restored by run.prepare\(\), and has been changed since"):
+        program(tmp_path, None)
 
 
 class Shifted:
