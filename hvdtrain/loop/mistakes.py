@@ -49,8 +49,10 @@ ENUMERATED = "enumerate(run.steps(...)) begins at 0 again in an epoch that is re
 
 
 def is_enumerated(steps: object) -> bool:
-    """Return whether the program counts what it iterates over by `enumerate`, which it has just called: so only young objects
-    are looked at. All that a program holds take 70 ms."""
+    """Return whether the program counts what it iterates over by `enumerate`.
+
+    It has just called that, so only young objects are looked at: all that a program holds take 70 ms.
+    """
     young = (one for generation in (0, 1) for one in gc.get_objects(generation))
     return any(part is steps for one in young if type(one) is enumerate for part in gc.get_referents(one))
 
