@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain.loader import exact_loader
 
 lightning = pytest.importorskip("lightning.pytorch", reason="make setup installs lightning")
+environments = pytest.importorskip("lightning.fabric.plugins.environments")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning")
 SAMPLES, BATCH, EPOCHS = 11, 3, 3  # four steps in an epoch
 AT = {"step3": 3, "step4": 5, "epoch0": 5, "step5": 6, "step8": 10, "epoch1": 10, "step11": 13}  # lines that were seen
@@ -51,11 +52,13 @@ def fit(train, start=None, folder=None, with_callback=True):
     torch.manual_seed(2 if start else 1)  # what follows does not depend on it
     saving = lightning.callbacks.ModelCheckpoint
     every = {"auto_insert_metric_name": False, "save_top_k": -1}
+    # Else Lightning starts MPI to ask whether there are more ranks. Twice, a worker of pytest has ended there without a word.
+    alone = environments.LightningEnvironment()
     callbacks = [saving(folder, "step{step}", every_n_train_steps=1, **every),
                  saving(folder, "epoch{epoch}", save_on_train_epoch_end=True, **every)]  # fmt: skip
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=EPOCHS, num_sanity_val_steps=0, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=folder is not None,
+        enable_model_summary=False, enable_checkpointing=folder is not None, plugins=[alone],
         callbacks=callbacks * (folder is not None) + [ExactResume()] * with_callback,
     )  # fmt: skip
     module = Module()
