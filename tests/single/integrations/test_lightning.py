@@ -52,7 +52,7 @@ def fit(train, start=None, folder=None, with_callback=True):
     torch.manual_seed(2 if start else 1)  # what follows does not depend on it
     saving = lightning.callbacks.ModelCheckpoint
     every = {"auto_insert_metric_name": False, "save_top_k": -1}
-    # Else Lightning starts MPI to ask whether there are more ranks. Twice, a worker of pytest has ended there without a word.
+    # Else Lightning starts MPI to ask whether there are more ranks. Twice a worker of pytest has ended there without a word.
     alone = environments.LightningEnvironment()
     callbacks = [saving(folder, "step{step}", every_n_train_steps=1, **every),
                  saving(folder, "epoch{epoch}", save_on_train_epoch_end=True, **every)]  # fmt: skip
