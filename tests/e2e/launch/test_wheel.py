@@ -91,10 +91,11 @@ def test_the_wheel_has_all_that_the_checkout_has_but_tests(wheel, source):
 def test_the_version_is_that_of_the_package_everywhere(wheel):
     version = hvdtrain.__version__
     assert wheel.name == f"hvdtrain-{version}-py3-none-any.whl"
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
-    images = [*(ROOT / "launch/kubernetes").glob("*.yaml"), ROOT / "containers/Containerfile"]
-    for path in images:
-        assert set(re.findall(r"/hvdtrain:(\S+)", path.read_text())) == {version}, path
+    cited = re.findall(r"^version: (\S+)\ndate-released: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[:1] == cited
+    pages = [*(ROOT / "launch/kubernetes").glob("*.yaml"), ROOT / "containers/Containerfile", ROOT / "README.md"]
+    found = [{*re.findall(r"(?:/hvdtrain:|: version )([^\s,]+)", path.read_text())} for path in pages]
+    assert [{cited[0][0]}, *found] == [{version}] * (1 + len(pages))
 
 
 @pytest.mark.slow

@@ -156,6 +156,8 @@ def test_comparisons_repeat_what_was_measured_of_peers(page, row, names):
     (line,) = re.findall(rf"^\| {row}.*$", (ROOT / page).read_text().replace("**", ""), re.M)
     for cell, name in zip([cell.strip() for cell in line.split("|")[2:-1]], names, strict=True):
         assert name is None or cell.startswith(bits[name]), name
+    for name, exact_in in re.findall(r"(ignite|Composer) (?:was exact )?in\s(\d of \d)", (ROOT / page).read_text()):
+        assert exact_in == bits[name]
 
 
 @pytest.mark.parametrize("name", exact.diffs())

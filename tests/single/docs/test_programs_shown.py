@@ -12,6 +12,7 @@ PROGRAMS = ROOT / "docs" / "programs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXCERPT = re.compile(r"^```py ((?:docs/programs|tests/foreign|tests/parallel)/\w+\.py)\n(.*?)^```$", re.M | re.S)
 WHOLE = re.compile(r"^```python (\w+\.py)\n(.*?)^```$", re.M | re.S)
+DIFF = re.compile(r"^```diff\n(.*?)^```", re.M | re.S)
 SHOWN = [(page.name, name, code) for page in PAGES for name, code in EXCERPT.findall(page.read_text())]
 
 
@@ -37,17 +38,20 @@ def test_the_steps_of_the_conversion_are_the_whole_difference():
     one, other = ([line.strip() for line in text[text.index("def main") :].splitlines()] for text in (plain, converted))
     different = {line[0] + line[2:] for line in difflib.ndiff(one, other) if line[0] in "+-" and line[2:].strip()}
     page = (ROOT / "docs" / "convert.md").read_text()
-    shown = {
-        line[0] + line[1:].strip()
-        for block in re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
-        for line in block.splitlines()
-        if line[0] in "+-"
-    }
+    shown = {line[0] + line[1:].strip() for line in "".join(DIFF.findall(page)).splitlines() if line[0] in "+-"}
     assert different == shown
 
 
 def test_the_difference_between_ddp_and_hvdtrain_is_shown_whole():
     one, other = ((PROGRAMS / name).read_text().splitlines() for name in ("xor_ddp.py", "xor.py"))
     lines = [line for line in difflib.unified_diff(one, other, n=1, lineterm="") if not line.startswith("@@")][2:]
-    (shown,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "migrate.md").read_text(), re.M | re.S)
+    (shown,) = DIFF.findall((ROOT / "docs" / "migrate.md").read_text())
     assert shown.splitlines() == lines
+
+
+def test_the_difference_that_readme_shows_is_short_and_stands_in_the_programs():
+    (shown,) = DIFF.findall((ROOT / "README.md").read_text())
+    assert len(shown.splitlines()) <= 8
+    for sign, name in (("-", "xor_plain.py"), ("+", "xor.py")):
+        program = [line.strip() for line in (PROGRAMS / name).read_text().splitlines()]
+        assert {line[1:].strip() for line in shown.splitlines() if line[0] == sign} < {*program}, name
