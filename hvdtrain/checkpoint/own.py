@@ -7,8 +7,8 @@ own.bytes    int64 [n]: these bytes, of all ranks and providers one after the ot
 Whoever has something of its own, such as buffers or generators of random numbers, is a `Provider`. Every rank gets the
 dictionaries of all ranks of the checkpoint, so that a provider can say what becomes of them on another number of ranks.
 
-Of more than MOST_APART ranks, running statistics and generators are one state for all, in rank 0's dictionary. Else, each
-checkpoint would send those of every rank to every other: 0.24 MiB of each for ResNet-50.
+Of more than `collectives.MANY` ranks, running statistics and generators are one state for all, in rank 0's dictionary.
+Else, each checkpoint would send those of every rank to every other: 0.24 MiB of each for ResNet-50.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.checkpoint import contents
+from hvdtrain.engines import collectives
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import (
@@ -37,7 +38,6 @@ OWN, BYTES = "own", "own.bytes"
 EXTRA = "extra "  # prefix of the providers of `ExtraState`
 UNLIKE = "the checkpoint does not match the model"
 HOW = "let get_extra_state return numbers, strings, bytes or tensors, also in lists and dictionaries"
-MOST_APART = 64  # ranks
 COMMON = "common "  # prefix of a provider's state for all ranks; with a space, as no other name has it at the beginning
 NO_BYTES = torch.empty(0, dtype=torch.int64)
 PackedStates = dict[str, tuple[Any, int]]  # of one rank: by provider, its state as JSON, and the length of its bytes
@@ -85,7 +85,7 @@ class Provider:
         """Return what this rank has: numbers, text, bytes, tensors and collections of these. None: nothing."""
 
     def is_common(self, *, many: bool) -> bool:
-        """Whether `common` is saved instead, alike on every rank. many: there are more than MOST_APART ranks."""
+        """Whether `common` is saved instead, alike on every rank. many: there are more than `collectives.MANY` ranks."""
         return False
 
     def common(self, engine: Engine, moment: Moment) -> Any:
@@ -143,7 +143,7 @@ class Own:
 
     def _is_many(self) -> bool:
         """Whether ranks are so many that some states are one for all. Not if they are those of fewer processes."""
-        return self.count == self._engine.size > MOST_APART
+        return self.count == self._engine.size > collectives.MANY
 
     def _common(self, moment: Moment) -> Iterator[tuple[str, Any]]:
         """Yield what is saved once for all ranks. A collective."""

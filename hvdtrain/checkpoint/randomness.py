@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.checkpoint.own import MOST_APART, Moment, Provider, Saved, digest_of_values
+from hvdtrain.checkpoint.own import Moment, Provider, Saved, digest_of_values
+from hvdtrain.engines import collectives
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import difference_of_values
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
@@ -143,7 +144,7 @@ class Generators(Provider):
         if saved.common:
             self._seeds_anew, self._held = True, pairs[0]
             what = "the mean of running statistics, and no random numbers of single ranks"
-            self._say(f"a checkpoint of more than {MOST_APART} ranks has {what}: the run continues with these")
+            self._say(f"a checkpoint of more than {collectives.MANY} ranks has {what}: the run continues with these")
             return
         if saved.rank < len(pairs):
             self._held = pairs[saved.rank]

@@ -2,6 +2,7 @@
 collective, in the same order."""
 
 import contextlib
+import hashlib
 import json
 import socket
 import zlib
@@ -18,6 +19,7 @@ from hvdtrain.engines.portable import TENSOR, Held, NotStored, from_json, to_jso
 from hvdtrain.guards.activity import collective
 
 FIRST_BYTES = 1008  # of an object, which travel with its length and the checksum of its name
+MANY = 64  # ranks: of more, what is alike on all is compared, and not sent by each
 
 
 class Collectives(ABC):
@@ -74,9 +76,13 @@ class Collectives(ABC):
     def all_gather_object(self, value: object, name: str) -> list[Any]:
         """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used.
 
-        One collective; two, if the JSON of a rank is longer than FIRST_BYTES.
+        One collective; two, if the JSON of a rank is longer than FIRST_BYTES. Of more than MANY ranks, one more before
+        them, which is the only one if the values are alike.
         """
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        encoded = json.dumps(value).encode()
+        if self.size > MANY and self.same_on_all(name.encode() + b"\n" + encoded, name):
+            return [json.loads(encoded) for _ in range(self.size)]
+        text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         first = torch.zeros(16 + FIRST_BYTES, dtype=torch.uint8)  # two numbers, and what of the text has room
         first[:16] = torch.tensor([len(text), zlib.crc32(name.encode())]).view(torch.uint8)
         first[16 : 16 + len(text)] = text[:FIRST_BYTES]
@@ -90,6 +96,23 @@ class Collectives(ABC):
             rows = self.all_gather_rows(text[FIRST_BYTES:], rest, f"{name}.rest")
             texts = [one + bytes(row.tolist()) for one, row in zip(texts, rows, strict=True)]
         return [json.loads(one) for one in texts]
+
+    def same_on_all(self, content: bytes, name: str) -> bool:
+        """Return whether all ranks call this with the same bytes. A collective that sends 64 bytes of each."""
+        digest = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.int64)
+        most, least = both = torch.stack([digest, ~digest])  # the largest ~x is that of the least x
+        self.all_reduce_first_(both, "max", f"{name}.alike")
+        return torch.equal(most, ~least)
+
+    def all_gather_if_unlike(self, tensor: Tensor, name: str) -> Tensor:
+        """Return what `all_gather` does. Of more than MANY ranks, tensors on the CPU that are alike are not sent."""
+        if self.size > MANY and self.same_on_all(tensor.numpy().tobytes(), name):
+            return tensor.expand(self.size, *tensor.shape)
+        return self.all_gather(tensor, name)
+
+    def all_reduce_first_(self, tensor: Tensor, op: str, name: str) -> None:
+        """Reduce what ranks compare before they exchange an object, as `all_reduce_` does: always of the same shape."""
+        self.all_reduce_(tensor, op, name)
 
     def all_gather_first(self, tensor: Tensor, name: str) -> Tensor:
         """Return what ranks begin to exchange an object with, as `all_gather` does: always of the same shape."""
@@ -132,9 +155,9 @@ class Collectives(ABC):
             failure = error
         ours = next((kind for kind in (UserError, Failure) if isinstance(failure, kind)), None)
         message = None if failure is None else str(failure) if ours else repr(failure)
-        mine = [message, ours and ours.__name__, socket.gethostname()]
+        mine = failure and [message, ours and ours.__name__, socket.gethostname()]
         reports = self.all_gather_object(mine, f"agreement.{name}")
-        failed = [(rank, *report) for rank, report in enumerate(reports) if report[0] is not None]
+        failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
         if not failed:
             return
         if failure is not None and ours is None:

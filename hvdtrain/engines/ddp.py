@@ -334,12 +334,20 @@ class DdpEngine(Engine):
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
-        ops = torch.distributed.ReduceOp
-        kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
-        torch.distributed.all_reduce(tensor, op=kind, group=self._group)
+        self._reduce(tensor, op, self._group)
         if op == "average":  # Gloo does not support it
             exact = tensor.is_floating_point() or tensor.is_complex()
             tensor.div_(self.size) if exact else tensor.floor_divide_(self.size)
+
+    @collective
+    def all_reduce_first_(self, tensor: Tensor, op: str, name: str) -> None:
+        self._reduce(tensor, op, self._of_objects or self._group)
+
+    @staticmethod
+    def _reduce(tensor: Tensor, op: str, group: Any) -> None:
+        ops = torch.distributed.ReduceOp
+        kind = {"sum": ops.SUM, "average": ops.SUM, "min": ops.MIN, "max": ops.MAX, "product": ops.PRODUCT}[op]
+        torch.distributed.all_reduce(tensor, op=kind, group=group)
 
     @collective
     def all_gather(self, tensor: Tensor, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain import training
 from hvdtrain.engines.single import SerialEngine
@@ -56,6 +56,9 @@ class RankZero(SerialEngine):
             everyone[rank, place : place + len(HOST)] = torch.tensor(list(host), dtype=torch.uint8)
         return everyone
 
+    def same_on_all(self, content: bytes, name: str) -> bool:
+        return super().same_on_all(content, name) and HOST not in content
+
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:
         self.calls += 1
         self.received[name] += 2 * tensor.numel() * tensor.element_size()  # a ring: reduce-scatter and all-gather
@@ -89,16 +92,13 @@ def simulated(ranks: int) -> Iterator[None]:
         yield
 
 
-def measure(ranks: int, out: Path) -> dict[str, tuple[float, float]]:
+def measure(ranks: int, net: nn.Module, out: Path) -> dict[str, tuple[float, float]]:
     """Return seconds and bytes received, of a start and of the steps to be shown."""
-    from torchvision.models import resnet50
-
     flags = training.parser("simulated", None, epochs=1, batch_size=2).parse([*FLAGS.split(), str(out)])
     points = [(time.perf_counter(), 0)]
     with simulated(ranks), training.start(flags) as run:
         engine: RankZero = run.engine
         note = lambda: points.append((time.perf_counter(), sum(engine.received.values())))  # noqa: E731
-        net = resnet50()
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
         note()
         for _ in run.epochs(1):
@@ -113,10 +113,12 @@ def measure(ranks: int, out: Path) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
+    from torchvision.models import resnet50
+
     print("| ranks | " + " | ".join(["start", *SHOWN.values()]) + " | checkpoint |")
     for ranks in map(int, sys.argv[1:]):
         with tempfile.TemporaryDirectory() as folder:
-            parts = measure(ranks, Path(folder))
+            parts = measure(ranks, resnet50(), Path(folder))
             size = max(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
         cells = [f"{seconds:.2f} s, {received / MIB:,.3f} MiB" for seconds, received in parts.values()]
         print(f"| {ranks} | {' | '.join(cells)} | {size / MIB:,.1f} MiB |", flush=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hvdtrain.engines import collectives
 from hvdtrain.engines.collectives import FIRST_BYTES
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import running_statistics
@@ -73,6 +74,13 @@ def test_broadcast(engine, shape, dtype):
     assert torch.equal(tensor, data(0, dtype, shape))
 
 
+@pytest.fixture(params=[collectives.MANY, 1], ids=["few", "many"])
+def few_and_many(request, monkeypatch):
+    """Two ranks stand for many, too, which compare objects before they send them."""
+    monkeypatch.setattr(collectives, "MANY", request.param)
+
+
+@pytest.mark.usefixtures("few_and_many")
 @pytest.mark.parametrize("length", [0, 10, 2000])
 def test_gather_takes_values_of_any_length(engine, length):
     def of(rank):
@@ -81,6 +89,7 @@ def test_gather_takes_values_of_any_length(engine, length):
     assert engine.all_gather_object(of(engine.rank), "values") == [of(rank) for rank in range(engine.size)]
 
 
+@pytest.mark.usefixtures("few_and_many")
 def test_gather_takes_values_that_just_have_room(engine):
     """The length of the JSON at the limit of what one collective takes; rank 0's is two bytes shorter."""
     for length in (FIRST_BYTES - 1, FIRST_BYTES, FIRST_BYTES + 1, FIRST_BYTES + 2):
@@ -88,6 +97,28 @@ def test_gather_takes_values_that_just_have_room(engine):
         assert engine.all_gather_object(texts[engine.rank], "values") == texts
 
 
+@pytest.mark.parametrize("length", [3, 2000])
+def test_many_ranks_do_not_send_what_is_alike_on_all(engine, length, monkeypatch):
+    monkeypatch.setattr(collectives, "MANY", 0)
+    sent = []
+    for name in ("all_gather", "all_gather_first"):
+        gather = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda tensor, name, gather=gather: sent.append(name) or gather(tensor, name))
+    assert engine.all_gather_object(["x" * length], "values") == [["x" * length]] * engine.size
+    row = torch.tensor([3, -(2**63)])
+    assert torch.equal(engine.all_gather_if_unlike(row, "row"), row.expand(engine.size, 2))
+    with engine.raising_together("fine"):
+        pass
+    engine.require_equal("colour", "red", remedy="paint it")
+    assert not sent
+    if engine.size > 1:
+        row = torch.tensor([engine.rank, 2])
+        assert engine.all_gather_if_unlike(row, "row").tolist() == [[rank, 2] for rank in range(engine.size)]
+        assert engine.all_gather_object(engine.rank, "values") == [*range(engine.size)]
+        assert set(sent) == {"row", "values"}
+
+
+@pytest.mark.usefixtures("few_and_many")
 def test_ranks_that_exchange_different_objects_are_told_where(engine):
     """Under Horovod they would wait, because it compares names, until the watch ends the job."""
     if engine.size == 1 or engine.name != "ddp":
@@ -115,6 +146,7 @@ def test_the_average_of_statistics_is_the_mean_of_each_and_spares_counters(engin
     assert norm.num_batches_tracked == 7
 
 
+@pytest.mark.usefixtures("few_and_many")
 def test_ranks_that_disagree_are_told_who_differs(engine):
     engine.require_equal("colour", "red", remedy="paint it")
     if engine.size > 1:
@@ -122,6 +154,7 @@ def test_ranks_that_disagree_are_told_who_differs(engine):
             engine.require_equal("colour", "red" if engine.rank == 0 else "blue", remedy="paint it")
 
 
+@pytest.mark.usefixtures("few_and_many")
 def test_error_on_one_rank_is_raised_on_all_and_named(engine):
     last = engine.size - 1
     with pytest.raises(UserError) as caught, engine.raising_together("one"):
@@ -132,12 +165,14 @@ def test_error_on_one_rank_is_raised_on_all_and_named(engine):
     assert message.startswith(f"rank {last} on ") == (engine.size > 1)
 
 
+@pytest.mark.usefixtures("few_and_many")
 def test_error_on_all_ranks_is_said_once_without_a_rank(engine):
     with pytest.raises(UserError) as caught, engine.raising_together("all"):
         raise UserError("bad")
     assert str(caught.value) == "bad"
 
 
+@pytest.mark.usefixtures("few_and_many")
 def test_a_bug_on_one_rank_ends_the_others_too(engine):
     last = engine.size - 1
     with pytest.raises(Failure) as failed, engine.raising_together("failure"):

@@ -103,7 +103,7 @@ def test_many_ranks_have_one_state_of_statistics_and_generators(engine, shared_d
     """Of more than 64 ranks, for which two stand here, so that what a checkpoint gathers does not grow with them."""
     if engine.size == 1:
         pytest.skip("one rank has everything of its own: start this file with mpirun -np 2")
-    monkeypatch.setattr("hvdtrain.checkpoint.own.MOST_APART", 1)
+    monkeypatch.setattr("hvdtrain.engines.collectives.MANY", 1)
     _, ended, _, first = killed(engine, shared_directory, 2)
     means = torch.tensor(engine.all_gather_object(ended, "ended"), dtype=torch.float64)
     assert not torch.equal(means[0], means[1])
