@@ -101,8 +101,10 @@ def waits_for_disk() -> bool:
 def threads_and_children() -> Iterator[str]:
     """Yield the program's threads and child processes, as `processes.stat` takes them."""
     for thread in threading.enumerate():
-        if not thread.daemon and thread.native_id is not None:
-            yield f"self/task/{thread.native_id}"
+        # Trap: in a forked rank, the main thread's native_id is still that of its parent.
+        number = os.getpid() if thread is threading.main_thread() else thread.native_id
+        if not thread.daemon and number is not None:
+            yield f"self/task/{number}"
     yield from map(str, processes.descendants(os.getpid()))
 
 

@@ -1,15 +1,15 @@
 """The end of MPI, in real processes, with an MPI whose end is not answered."""
 
-import subprocess
-import sys
-
 import pytest
 
-SCRIPT = """
+from tests.single.forked import ends_of
+
+IMPORTS = """
 import atexit, sys, threading, time
 from types import SimpleNamespace
 from hvdtrain.engines import horovod
-
+"""
+SCRIPT = """
 horovod.END_SECONDS = 3.0  # many times what a thread needs to begin
 atexit.register(print, "an earlier exit handler")
 
@@ -32,16 +32,23 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize(
-    ("killed", "unanswered", "barrier", "said"),
-    [
-        (True, True, "lambda: arrived.append(1)", "kept, barrier\nMPI has removed its files\n"),
-        (True, True, "lambda: 1 / 0", "kept, no barrier\nMPI has removed its files\n"),  # Horovod was shut down
-        (True, False, "lambda: arrived.append(1)", "kept, barrier\nMPI has removed its files\nanswered\n"),
-        (False, False, "lambda: 1 / 0", "kept, no barrier\nMPI has removed its files\nanswered\n"),
-    ],
-)
-def test_a_killed_job_does_not_wait_for_an_answer_and_keeps_its_exit_code(killed, unanswered, barrier, said):
-    script = SCRIPT.format(killed=killed, unanswered=unanswered, barrier=barrier)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (75, said + "an earlier exit handler\n", "")
+FAILS = "lambda: 1 / 0"  # Horovod was shut down
+ARRIVES = "lambda: arrived.append(1)"
+CASES = {  # killed, unanswered, barrier; and what is said
+    "killed": ((True, True, ARRIVES), "kept, barrier\nMPI has removed its files\n"),
+    "killed after a shutdown": ((True, True, FAILS), "kept, no barrier\nMPI has removed its files\n"),
+    "killed, and answered": ((True, False, ARRIVES), "kept, barrier\nMPI has removed its files\nanswered\n"),
+    "at its end": ((False, False, FAILS), "kept, no barrier\nMPI has removed its files\nanswered\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    names = ("killed", "unanswered", "barrier")
+    scripts = {name: SCRIPT.format(**dict(zip(names, how, strict=True))) for name, (how, _) in CASES.items()}
+    return ends_of(IMPORTS, scripts, tmp_path_factory.mktemp("ends"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_job_does_not_wait_for_an_answer_and_keeps_its_exit_code(name, ends):
+    assert ends[name] == (75, CASES[name][1] + "an earlier exit handler\n", "")

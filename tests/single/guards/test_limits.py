@@ -1,8 +1,5 @@
 """A start that does not come to an end; and a process that does not come to its end after training: real ones."""
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -12,70 +9,58 @@ from hvdtrain.guards import judge, limits
 from hvdtrain.guards.activity import Activity
 from hvdtrain.guards.judge import HangTimeouts
 from hvdtrain.guards.limits import limited_start
+from tests.single.forked import ends_of
 
 BEGIN = """
 import atexit, subprocess, sys, threading, time
 from hvdtrain.guards import limits
 limits.LIMIT_CHECK_SECONDS = 0.1
-watch = limits.Leaving("rank 1 on b", PATIENCE)
 
 def work(seconds):  # at a fifth of a core: a twentieth counts as work
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         sum(range(500_000))
         time.sleep(0.04)
-
 """
+WATCH = "watch = limits.Leaving('rank 1 on b', {})\nprint('kept', end='')\n"
+ENDED = {  # after 1 s: what it does, and what is said of that
+    "a line": ("watch.start()\ntime.sleep(1000)", "is at <string>:"),
+    "a thread": ("threading.Thread(target=time.sleep, args=[1000], name='uploader').start()\nwatch.start()",
+        "waits for its thread uploader, which is no daemon, at "),
+    "an exit handler": ("atexit.register(time.sleep, 1000)\nwatch.start()", "runs its exit handlers, for 1 s"),
+    "an exit handler at work": ("atexit.register(work, 1000)\nwatch.start()", "runs its exit handlers, at <string>:"),
+    "the engine's shutdown at work": ("watch.start()\nwith limits.ending(): work(1000)", "is at <string>:"),
+}  # fmt: skip
+LEFT_ALONE = {
+    "a line at work": "watch.start()\nwork(3)",
+    "a thread at work": "watch.start()\nthreading.Thread(target=work, args=[3]).start()",
+    "a child process": "watch.start()\nsubprocess.run([sys.executable, '-S', '-c', 'for i in range(10**7): pass'])",
+    "heartbeats": "watch.start()\nfor _ in range(30): time.sleep(0.1); limits.heartbeat()",
+    "another training": "watch.start()\nlimits.stop()\ntime.sleep(3)",
+    "a shutdown": "watch.start()\nwith limits.ending(): work(0.5)\nwork(3)",
+    "for others": "watch.start()\nwith limits.ending(suspended=True): time.sleep(3)",
+    "a person": "sys.ps1 = '>>> '\nlimits.Leaving('a person', 1.0).start()\ntime.sleep(3)",
+}
 
 
-def run(body: str, limit: float) -> subprocess.CompletedProcess[str]:
-    script = BEGIN.replace("PATIENCE", str(limit)) + textwrap.dedent(body)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    programs = {name: WATCH.format(1.0) + body for name, (body, _) in ENDED.items()}
+    programs |= {name: WATCH.format(1.5) + body for name, body in LEFT_ALONE.items()}
+    return ends_of(BEGIN, programs, tmp_path_factory.mktemp("ends"))
 
 
-@pytest.mark.parametrize(
-    ("body", "does"),
-    [
-        ("watch.start()\ntime.sleep(1000)", "is at <string>:"),
-        ("threading.Thread(target=time.sleep, args=[1000], name='uploader').start()\nwatch.start()",
-            "waits for its thread uploader, which is no daemon, at "),
-        ("atexit.register(time.sleep, 1000)\nwatch.start()", "runs its exit handlers, for 1 s"),
-        ("atexit.register(work, 1000)\nwatch.start()", "runs its exit handlers, at <string>:"),
-        ("watch.start()\nwith limits.ending(): work(1000)", "is at <string>:"),
-    ],
-    ids=["a line", "a thread", "an exit handler", "an exit handler at work", "the engine's shutdown at work"],
-)  # fmt: skip
-def test_it_is_ended_and_says_where(body, does):
-    done = run("print('kept', end='')\n" + body, 1.0)
-    assert done.returncode == 1, done
-    assert f"hvdtrain: error: rank 1 on b does not end after training: it {does}" in done.stderr
-    assert ", for 1 s without work\n" in done.stderr
-    assert done.stdout == "kept"
+@pytest.mark.parametrize("name", ENDED)
+def test_it_is_ended_and_says_where(name, ends):
+    done = ends[name]
+    assert (done.code, done.out) == (1, "kept"), done
+    assert f"hvdtrain: error: rank 1 on b does not end after training: it {ENDED[name][1]}" in done.err
+    assert ", for 1 s without work\n" in done.err
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "watch.start()\nwork(3)",
-        "watch.start()\nthreading.Thread(target=work, args=[3]).start()",
-        "watch.start()\nsubprocess.run([sys.executable, '-S', '-c', 'for i in range(10**7): pass'])",
-        "watch.start()\nfor _ in range(30): time.sleep(0.1); limits.heartbeat()",
-        "watch.start()\nlimits.stop()\ntime.sleep(3)",
-        "watch.start()\nwith limits.ending(): work(0.5)\nwork(3)",
-        "watch.start()\nwith limits.ending(suspended=True): time.sleep(3)",
-        "sys.ps1 = '>>> '\nlimits.Leaving('a person', 1.0).start()\ntime.sleep(3)",
-    ],
-    ids=[
-        "a line", "a thread", "a child process", "heartbeats", "another training", "a shutdown", "for others",
-        "a person",
-    ],
-)  # fmt: skip
-def test_who_works_on_is_left_alone(body):
-    done = run(body, 1.5)
-    assert (done.returncode, done.stderr) == (0, ""), done
-
-
-# ---- the start
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_who_works_on_is_left_alone(name, ends):
+    assert ends[name] == (0, "kept", "")
 
 
 @pytest.fixture
