@@ -4,9 +4,7 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -15,11 +13,11 @@ from tests.chaos.programs import EPOCHS, MNIST, Program
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, TORCHRUN, Done, launch, summary
 
 TOLERANCE = 1e-3  # relative, of the loss and of each weight, where the number of ranks changed
-RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", "samples", "steps", "epochs")
+EXACT = ("samples", "steps", "epochs")
+RESULTS = ("parameters_sha256", "test_loss", "test_accuracy", "accuracy", *EXACT)
 
 OWN = ("ATTACK", "TAKEN", "STRUCK", "ATTEMPT", "PROGRAM")  # variables that attacked.py reads
 HARMLESS = ("slow", "stranger")  # faults without any effect
-SURVIVED = (*HARMLESS, "full", "refill")  # faults after which training goes on
 WRAPPER = "mpirun.sh"  # it starts a job that has failed again
 WRAPPED = f"bash {shlex.quote(str(ROOT / 'launch' / WRAPPER))} -np {{ranks}} --restarts 5"
 STARTS = {launcher: f"{start} {PYTHON}" for launcher, start in LAUNCHERS.items()} | {
@@ -81,70 +79,21 @@ def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -
     return lost, repeated
 
 
-class Fault(NamedTuple):
-    """When (seconds since the epoch) and how a rank was attacked."""
-
-    time: float
-    kind: str
-
-
-def struck_at(directory: Path) -> float | None:
-    """Return when the fault of the last attempt struck; None if it never came to its point."""
-    return next((fault.time for fault in all_struck(directory)), None)
-
-
-def all_struck(directory: Path) -> list[Fault]:
-    """Return all faults of the last launch, in order: a wrapper's attempts may have several."""
+def all_struck(directory: Path) -> list[float]:
+    """Return when (seconds since the epoch) the faults of the last launch struck: a wrapper's attempts may have several."""
     path = directory / "struck"
-    words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [Fault(float(time), kind) for time, kind, *_ in words]
+    return [float(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def seconds_lost(directory: Path, faults: Sequence[Fault]) -> float:
-    """Return how many seconds of training were done again, over all attempts that ended by one of these faults.
-
-    For each: from the checkpoint that the next attempt continued from, or from the attempt's own start if that came later,
-    to the fault. Nothing after a stop signal, whose checkpoint is saved after the fault, and nothing for a fault that
-    training survives. A checkpoint that is not on record was completed when the fault struck.
-    """
-    paths = directory.glob("metrics*.jsonl")  # an attempt that found no checkpoint begins a new one
-    lines = sorted(
-        (json.loads(line) for path in paths for line in path.read_text().splitlines()), key=lambda e: e["time"]
-    )
-    starts = [e["time"] for e in lines if e["event"] == "start"]
-    lost = 0.0
-    for began, again, until in zip(starts, starts[1:], [*starts[2:], float("inf")], strict=False):
-        struck = [fault for fault in faults if began < fault.time < again]
-        if not struck:
-            continue
-        # If training survives all of them, the last one was a full disk at the last checkpoint of all.
-        fault = next((fault for fault in struck if fault.kind not in SURVIVED), struck[-1]).time
-        step = next((e["step"] for e in lines if e["event"] == "resume" and again <= e["time"] < until), None)
-        times = [e["time"] for e in lines if e["event"] == "checkpoint" and e["step"] == step and e["time"] < again]
-        saved = began if step is None else max(times, default=fault)
-        lost += max(0.0, fault - max(began, saved))
-    return lost
-
-
-def differences(apart: Path, together: Path) -> list[str]:
-    """Return in what two runs differ beyond float tolerance."""
+def assert_equal_up_to_rounding(apart: Path, together: Path) -> None:
     one, other = results(apart), results(together)
-    unlike = [
-        f"{name}: {one[name]}, {other[name]}" for name in ("samples", "steps", "epochs") if one[name] != other[name]
-    ]
-    if abs(one["test_loss"] - other["test_loss"]) > TOLERANCE * other["test_loss"]:
-        unlike.append(f"test_loss: {one['test_loss']}, {other['test_loss']}")
-    if (
-        abs(one["test_accuracy"] - other["test_accuracy"]) > 1.5 / 382
-    ):  # one sample on the border may fall to either side
-        unlike.append(f"test_accuracy: {one['test_accuracy']}, {other['test_accuracy']}")
-    weights = [
-        checkpoint.read_checkpoint(checkpoint.checkpoints_in(path / "checkpoints")[0])[1] for path in (apart, together)
-    ]
-    unlike += [
-        f"{name}: up to {(weights[0][name] - weights[1][name]).abs().max():.1e} apart"
-        for name in weights[1]
-        if name.startswith("model.")
-        and not torch.allclose(weights[0][name], weights[1][name], rtol=TOLERANCE, atol=1e-5)
-    ]
-    return unlike
+    assert [one[name] for name in EXACT] == [other[name] for name in EXACT]
+    assert abs(one["test_loss"] - other["test_loss"]) <= TOLERANCE * other["test_loss"]
+    # One sample on the border may fall to either side.
+    assert abs(one["test_accuracy"] - other["test_accuracy"]) <= 1.5 / 382
+    saved = [checkpoint.checkpoints_in(path / "checkpoints")[0] for path in (apart, together)]
+    weights, expected = (
+        {name: tensor for name, tensor in checkpoint.read_checkpoint(path)[1].items() if name.startswith("model.")}
+        for path in saved
+    )
+    torch.testing.assert_close(weights, expected, rtol=TOLERANCE, atol=1e-5)

@@ -20,13 +20,11 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.checkpoint import checkpoint
-from tests.chaos.lineage import HARMLESS, WRAPPER, all_struck, attacked, results, seconds_lost, tally
+from tests.chaos.lineage import HARMLESS, WRAPPER, all_struck, attacked, results, tally
 from tests.chaos.programs import EPOCHS, MNIST, PROGRAMS, Program, programs
 
 # Where a fault strikes, and how often a whole run comes by there.
@@ -45,31 +43,6 @@ TRANSPORTS = {"mpirun": "mpirun", "horovodrun": "mpirun", "gloo": "gloo", "start
 DISK = "512m"  # size of the file system that is full
 ATTEMPTS = 5  # starts of one run, after which it counts as not survived
 LIMIT = 300  # seconds of one start, after which it hangs: 8 ranks with DataLoader workers, beside a second session, take 150
-
-
-@dataclass
-class Outcome:
-    kind: str  # its row in the table
-    attack: str
-    survived: bool  # it came to its end, with no hang and no code but those promised
-    equal: bool  # to the bit
-    lost: int = 0  # samples
-    repeated: int = 0  # samples
-    detected: float | None = None  # seconds from the fault to the end of the launcher; None where the run went on
-    seconds_lost: float | None = None  # of training that was done again: from the checkpoint taken to the fault
-    leftovers: int = 0
-    note: str = ""
-    program: str = ""
-    launcher: str = ""
-    ranks: int = 0
-
-    @property
-    def good(self) -> bool:
-        return self.survived and self.equal and not (self.lost or self.repeated or self.leftovers)
-
-    def __str__(self) -> str:
-        detected = "-" if self.detected is None else f"{self.detected:.1f} s"
-        return f"{'ok  ' if self.good else 'FAIL'} {detected:>7}  {self.attack}  {self.note}"
 
 
 def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Program, *, restarted: bool = False) -> dict:
@@ -95,27 +68,30 @@ def draw(chance: random.Random, kinds: Sequence[str], ranks: int, program: Progr
     return dict(rank=rank, point=point, count=chance.randint(first, max(first, points[point])), kind=kind)
 
 
-def damage(chance: random.Random, directory: Path) -> str:
+def damage(chance: random.Random, directory: Path) -> None:
     """Spoil the newest checkpoint, as a bad disk would."""
     found = checkpoint.checkpoints_in(directory / "checkpoints")
     if not found:
-        return ""
+        return
     data = bytearray(found[0].read_bytes())
     place = chance.randrange(len(data))
     what = chance.choice(("cut", "flip", "empty"))
     if what == "flip":
         data[place] ^= 1 << chance.randrange(8)
     found[0].write_bytes({"cut": data[:place], "flip": data, "empty": b""}[what])
-    return f", then its checkpoint: {what}"
+    print(f"then its checkpoint: {what}", end="  ", flush=True)
 
 
 def shared_memory() -> set[str]:
-    """Return the segments and semaphores in /dev/shm that no live process has mapped."""
+    """Return the segments and semaphores in /dev/shm that no live process has mapped, nor has its id in their names."""
     mapped = ""
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             mapped += "".join(line for line in path.read_text().splitlines() if "/dev/shm/" in line)
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
+    found = {path.name for path in Path("/dev/shm").iterdir() if path.name not in mapped}
+    return {
+        name for name in found if not any(Path("/proc", part).exists() for part in name.split("-") if part.isdigit())
+    }
 
 
 @contextlib.contextmanager
@@ -168,113 +144,45 @@ class Undisturbed:
 def strike(
     chance: random.Random, kinds: Sequence[str], launchers: Sequence[str], program: Program, sizes: Sequence[int],
     directory: Path, undisturbed: Undisturbed,
-) -> Outcome:  # fmt: skip
+) -> None:  # fmt: skip
     """One run: attacked once or twice, perhaps with its newest checkpoint spoiled, and started until it ends."""
     ranks = chance.choice(sizes)
     launcher = chance.choices(launchers, [LAUNCHED[name] for name in launchers])[0]
     attacks = [draw(chance, kinds, ranks, program)]
     if chance.random() < (2 / 3 if launcher == WRAPPER else 1 / 3):
         attacks.append(draw(chance, kinds, ranks, program, restarted=True))
-    outcome = Outcome(
-        attacks[0]["kind"] if len(attacks) == 1 else "twice",
-        f"{program.name}, {ranks} ranks, {launcher}: "
-        + ", then ".join("{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks),
-        False, False, program=program.name, launcher=launcher, ranks=ranks,
-    )  # fmt: skip
-    whole = undisturbed.results(program, launcher, ranks)
-    shared = shared_memory()
-    refilled = any(attack["kind"] == "refill" for attack in attacks)
-    with small_disk(directory) if refilled else contextlib.nullcontext():
-        if not run_to_its_end(outcome, chance, attacks, program, directory):
-            return outcome
-        outcome.survived, outcome.equal = True, results(directory) == whole
-        outcome.lost, outcome.repeated = tally(directory, EPOCHS, program.samples)
-        temporary = [path for path in (directory / "checkpoints").iterdir() if path.name.startswith(".")]
-    segments = shared_memory() - shared
-    if any(
-        attack["kind"] == "launcher" for attack in attacks
-    ):  # mpirun's own, which it cannot remove once it is killed
-        segments = {name for name in segments if not name.startswith(("ompi.", "vader_segment."))}
-    if left := outcome.leftovers + len(temporary) + len(segments):
-        outcome.note = f"left behind: {outcome.leftovers} processes, {temporary}, {segments}"
-        outcome.leftovers = left
-    return outcome
-
-
-def run_to_its_end(
-    outcome: Outcome, chance: random.Random, attacks: list[dict], program: Program, directory: Path
-) -> bool:
-    """Start the run again until it ends; return whether it does. Adds to `outcome` what was seen."""
-    launcher, faults, detected = outcome.launcher, [], []
-    for attempt in range(ATTEMPTS):
-        attack = attacks[attempt] if attempt < len(attacks) else None
-        if launcher == WRAPPER and attack is not None:
-            attack = attack | {"then": attacks[attempt + 1]} if attempt + 1 < len(attacks) else attack
-        try:
+    said = ", then ".join("{kind} rank {rank} at {point} {count}".format(**attack) for attack in attacks)
+    print(f"{program.name}, {ranks} ranks, {launcher}: {said}", end="  ", flush=True)
+    of_kinds = {attack["kind"] for attack in attacks}
+    whole, shared = undisturbed.results(program, launcher, ranks), shared_memory()
+    with small_disk(directory) if "refill" in of_kinds else contextlib.nullcontext():
+        for attempt in range(ATTEMPTS):
+            attack = attacks[attempt] if attempt < len(attacks) else None
+            if launcher == WRAPPER and attempt + 1 < len(attacks):
+                attack = attacks[attempt] | {"then": attacks[attempt + 1]}
             done = attacked(
-                directory, ranks=outcome.ranks, batch=program.batch[outcome.ranks], flags="--step-timeout 5",
-                attack=attack, launcher=launcher, timeout=LIMIT, program=program,
+                directory, ranks=ranks, batch=program.batch[ranks], flags="--step-timeout 5", attack=attack,
+                launcher=launcher, timeout=LIMIT, program=program,
             )  # fmt: skip
-        except AssertionError as error:
-            outcome.note = f"hang: {str(error)[:60]}"
-            return False
-        ended, struck = time.time(), all_struck(directory)
-        outcome.leftovers += done.left_behind
-        errors = "\n".join(line for line in done.stderr.splitlines() if "error: " in line)  # not what mpirun says of it
-        tail = " ".join((errors or done.stderr or done.stdout).split())[-300:]
-        if done.code == 0:
-            faults += struck if launcher == WRAPPER else []  # those after which the wrapper has started it again
-            break
-        if attack is not None and attack["kind"] in HARMLESS and len(struck) < 2:
-            outcome.note = f"false alarm: {tail}"
-            return False
-        if not struck:
-            outcome.note = f"code {done.code} without a fault: {tail}"
-            return False
-        faults += struck
-        detected.append(ended - struck[-1].time)
-        if chance.random() < 0.2:
-            outcome.attack += damage(chance, directory)
-    else:
-        outcome.note = "never came to its end"
-        return False
-    outcome.detected = max(detected, default=None)
-    outcome.seconds_lost = seconds_lost(directory, sorted(faults)) if faults else None
-    return True
-
-
-HEAD = ("fault", "number", "survived", "equal bits", "samples lost", "samples repeated", "left over",
-        "detected in s: median, worst", "training repeated in s: median, worst")  # fmt: skip
-
-
-def spread(seconds: Iterable[float | None]) -> str:
-    ordered = sorted(value for value in seconds if value is not None)
-    return f"{ordered[len(ordered) // 2]:.1f}, {ordered[-1]:.1f}" if ordered else "-"
-
-
-def table(outcomes: list[Outcome]) -> str:
-    groups: dict[str, list[Outcome]] = {}
-    for form, of in (("{}", "kind"), ("under {}", "launcher"), ("of {}", "program"), ("{} ranks", "ranks")):
-        told = [(getattr(outcome, of), outcome) for outcome in outcomes if getattr(outcome, of)]
-        if of == "kind" or len({value for value, _ in told}) > 1:
-            for value, outcome in sorted(told, key=lambda one: one[0]):
-                groups.setdefault(form.format(value), []).append(outcome)
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    for name, some in [*groups.items(), ("all", outcomes)]:
-        sums = [
-            sum(getattr(o, field) for o in some) for field in ("survived", "equal", "lost", "repeated", "leftovers")
-        ]
-        cells = (name, len(some), *sums, spread(o.detected for o in some), spread(o.seconds_lost for o in some))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
-def report(outcomes: list[Outcome]) -> int:
-    """Print the table and every outcome that failed. Return the exit code: 1 if one did."""
-    print(table(outcomes))
-    failed = [outcome for outcome in outcomes if not outcome.good]
-    print(f"\n{len(outcomes) - len(failed)} of {len(outcomes)} passed", *(f"    {one!r}" for one in failed), sep="\n")
-    return int(bool(failed))
+            assert done.left_behind == 0, done
+            if done.code == 0:
+                break
+            struck = all_struck(directory)
+            assert struck, done
+            assert attack is None or attack["kind"] not in HARMLESS or len(struck) > 1, f"a false alarm: {done}"
+            if chance.random() < 0.2:
+                damage(chance, directory)
+        else:
+            raise AssertionError("it never came to its end")
+        assert results(directory) == whole, "other bits"
+        lost, repeated = tally(directory, EPOCHS, program.samples)
+        assert lost == repeated == 0, f"{lost} samples lost, {repeated} repeated"
+        temporary = list((directory / "checkpoints").glob(".*"))
+        assert not temporary, f"left behind: {temporary}"
+    left = shared_memory() - shared
+    if "launcher" in of_kinds:  # mpirun's own, which it cannot remove once it is killed
+        left = {name for name in left if not name.startswith(("ompi.", "vader_segment."))}
+    assert not left, f"left behind: {left}"
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -315,8 +223,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    flags = parse()
-    outcomes: list[Outcome] = []
+    flags, failed = parse(), 0
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         known = {"mnist": MNIST} if flags.programs == ["mnist"] else programs(scratch)
@@ -324,10 +231,16 @@ def main() -> int:
         for seed, number in itertools.product(flags.seed, range(1, flags.attacks + 1)):
             program = known[flags.programs[number % len(flags.programs)]]
             own = random.Random(f"{seed} {number}")  # the same attack whatever the others are
-            directory = scratch / f"{seed}-{number}"
-            outcomes.append(strike(own, flags.kinds, flags.launchers, program, sizes, directory, undisturbed))
-            print(f"{number:4} {outcomes[-1]}", flush=True)
-    return report(outcomes)
+            print(f"{number:4}", end="  ", flush=True)
+            try:
+                strike(own, flags.kinds, flags.launchers, program, sizes, scratch / f"{seed}-{number}", undisturbed)
+                print("ok", flush=True)
+            except AssertionError as error:
+                failed += 1
+                print(f"FAIL {error}", flush=True)
+    made = len(flags.seed) * flags.attacks
+    print(f"{made - failed} of {made} ended with equal bits, no sample lost or repeated, and nothing left over")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
