@@ -43,7 +43,7 @@ More is better, except for a time or a share. The table [below](#all-rows) has t
 ## All rows
 
 DDP has our input, memory format and malloc. Untuned Horovod has one thread per rank. `cosinenet` is the default network.
-Folders and shards are read by 2 ranks with a worker each. A row that misses its target says why, if it is known. How rows
+Folders are read by 2 ranks with a worker each. A row that misses its target says why, if it is known. How rows
 are measured is in `tests/bench/measurements.py` and `tests/bench/peers.py`. A row stays until it is measured again.
 
 """

@@ -4,8 +4,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.image_workers import PAIRS, SIZES, image_workers
-from tests.bench.images import jpeg
+from tests.bench.images import OF_WORKERS, image_workers, jpeg
 from tests.bench.measurements import (
     SHARES,
     Measure,
@@ -102,10 +101,9 @@ def of_one_host() -> tuple[Group, ...]:
         )),
         Group("image-workers", image_workers, tuple(
             row
-            for ours, theirs in PAIRS for size in SIZES for key in (f"{ours}-{theirs}-{size}",)
+            for size in OF_WORKERS for key in (f"folder-torchvision-{size}",)
             for row in (
-                Row(key, f"{ours} of JPEGs of {size} pixels, over {theirs}",
-                    "≥ 1.5" if theirs == "torchvision" else "≥ 1", DECODING),
+                Row(key, f"folder of JPEGs of {size} pixels, over torchvision", "≥ 1.5", DECODING),
                 Row(f"{key}-cpu", "its CPU seconds per image, over ours", "≥ 1", DECODING),
             )
         )),
