@@ -44,7 +44,7 @@ def hash_of(server, ranks, case, processes, flags=(), kills=()):
 
 
 CASES = [
-    (3, ["norm", "loader", "batched", "count", "share"], [], [2, 1, 3]),
+    (3, ["norm", "loader", "batched", "count", "share"], [], [2, 3]),
     pytest.param(
         5, ["norm", "channels_last", "average", "sampler", "batched", "share"], [], [2, 3, 1], marks=pytest.mark.slow
     ),
@@ -61,9 +61,8 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "case", "flags", "processes"), CASES)
 def test_bits_do_not_depend_on_the_processes_nor_on_kills(ranks, case, flags, processes, server):
-    alone = hash_of(server, ranks, case, [1], flags)
-    assert hash_of(server, ranks, case, processes[:1], flags) == alone
-    assert hash_of(server, ranks, case, processes, flags, kills=[3, 6]) == alone
+    kills = [3, 6][: len(processes) - 1]
+    assert hash_of(server, ranks, case, processes, flags, kills) == hash_of(server, ranks, case, [1], flags)
 
 
 WORDS = ["norm", "channels_last", "two", "average", "count", "share", "unused", "batched", "gather"]
@@ -102,26 +101,6 @@ def test_the_tree_does_not_depend_on_the_processes(ranks, processes, seed):
         pairs = zip(parts[::2], [*parts[1::2], None], strict=False)
         parts = [one if other is None else one + other for one, other in pairs]
     assert torch.equal(total, parts[0])
-
-
-REFUSED = [
-    (
-        ["--engine", "dataparallel"],
-        "--virtual-ranks 2 cannot go with --engine dataparallel: use --engine horovod, ddp or",
-    ),
-    (
-        ["--engine", "ddp", "--sync-every", "2"],
-        "--virtual-ranks 2 cannot go with --sync-every 2: leave one of them out",
-    ),
-    (["--engine", "ddp", "--compression", "fp16"], "--virtual-ranks 2 cannot go with --compression fp16: leave one of"),
-    (["--evaluate", "x"], "--virtual-ranks 2 cannot go with --evaluate: leave --virtual-ranks out"),
-]
-
-
-@pytest.mark.parametrize(("argv", "line"), REFUSED)
-def test_flags_that_cannot_hold_are_refused(argv, line):
-    with pytest.raises(UserError, match=line):
-        training.parser("test", None).parse(["--virtual-ranks", "2", *argv])
 
 
 def train(loss_of=None, model=None, data=(small.X, small.Y), **registered):
