@@ -56,8 +56,8 @@ BUDGETS = {
     "launch": 4810,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
     "tests/audited": 380,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
-    "tests/bench": 1740,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
-    "tests/chaos": 1780,
+    "tests/bench": 1680,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
+    "tests/chaos": 1640,
     "tests/device": 660,
     "tests/e2e": 6880,  # with a loss of one rank, a stop under Slurm, trainers of others, virtual ranks, a killed script
     "tests/foreign": 160,
@@ -70,7 +70,7 @@ BUDGETS = {
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
     # And what Lightning does with our callback, in Lightning.
     # With what attempts found in models and data sets, and bytes of a save of many ranks.
-    "tests/single": 24020,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 23900,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -16,10 +16,6 @@ LEARN = "--epochs 3 --log-steps 5"
 
 REFUSALS = {
     "unknown flag": ("--epoch 3", "unrecognized arguments: --epoch 3"),
-    "no such directory": ("--dataset mnist --data-dir {tmp}/nowhere", "nowhere"),
-    "a file as data directory": ("--dataset mnist --data-dir {tmp}/file", "{tmp}/file"),
-    "an output directory that cannot be": ("--output-dir {tmp}/file/out",
-        "--output-dir {tmp}/file/out cannot be written"),
     "more ranks than samples": ("--train-samples 1", "1 samples but 2 ranks: use -np 1 or fewer"),
     "no GPU": ("--device cuda", "--device cuda, but torch sees no GPU"),
 }  # fmt: skip
@@ -50,10 +46,9 @@ def alone(tmp_path_factory) -> dict[str, Done]:
 def two(tmp_path_factory) -> tuple[Path, dict[str, Done]]:
     """Two ranks under horovodrun, one run after the other."""
     root = tmp_path_factory.mktemp("two")
-    (root / "file").write_text("x")
     runs = {"default": f"--dataset digits --no-progress --output-dir {root / 'default'}"}
     runs["learned"] = f"{QUICK} {LEARN} --output-dir {root / 'learned'}"
-    runs |= {name: f"{QUICK} {flags.format(tmp=root)}" for name, (flags, _) in REFUSALS.items()}
+    runs |= {name: f"{QUICK} {flags}" for name, (flags, _) in REFUSALS.items()}
     return root, several("horovodrun", 2, root, runs)
 
 
@@ -165,8 +160,7 @@ def test_real_mnist_two_ranks_reach_ninety_nine_percent(tmp_path):
 def test_refused_in_one_line_with_code_two(case, two):
     if case == "no GPU" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    root, found = two
-    done, complaint = found[case], REFUSALS[case][1].format(tmp=root)
+    done, complaint = two[1][case], REFUSALS[case][1]
     assert done.code == 2, done
     ours = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain.mnist: error: ")]
     assert len(ours) == 1, done

@@ -81,21 +81,6 @@ def test_threads_follow_from_the_machine(flags, ranks, threads, monkeypatch):
     assert (found.np, found.threads) == (ranks, threads)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--engine ddp", "--engine=ddp", "--no-communication", "--collectives", "--rounds 0", "--no-such-flag"],
-)
-def test_what_does_not_go_with_it_is_refused_before_anything_runs(flags):
-    with pytest.raises(UserError):
-        parse(["--np", "1,2", *flags.split()])
-
-
-@pytest.mark.parametrize("flag", ["--hosts=a:1,b:1", "--interface=eth0"])
-def test_several_hosts_are_measured_by_their_launcher(flag):
-    with pytest.raises(UserError, match=r"is no longer a flag: --np measures this host; on several, start"):
-        parse(["--np", "1,2", flag])
-
-
 def test_it_is_not_for_many_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

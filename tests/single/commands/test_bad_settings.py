@@ -98,13 +98,6 @@ def test_choices_with_commas_are_kept_once_and_in_their_order():
         parse("svg,gif")
 
 
-@pytest.mark.parametrize("flag", ["--engine", "--epochs", "--data-dir"])
-def test_two_dashes_are_no_value(flag):
-    """argparse takes them away: --epochs had its default, --data-dir was a list."""
-    with pytest.raises(UserError, match=f"argument {flag}: expected one argument"):
-        mnist.parse([f"{flag}=--"])
-
-
 # What a fuzzer of the parser cannot see: values that it lets through and that something later may not bear.
 @pytest.mark.parametrize(
     "flags",

@@ -80,21 +80,16 @@ def test_what_ddp_alone_can_do_is_taken():
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "No such file"),
-        (b"nonsense", "not a file of weights"),
         ({"0.weight": torch.zeros(1)},
             "does not match the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model"),
         ({}, "the file lacks it"),
         ([1, 2], "holds list, not a state_dict"),
     ],
-    ids=["absent", "garbage", "shape", "empty", "list"],
+    ids=["shape", "empty", "list"],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
     path = tmp_path / "w.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
+    torch.save(content, path)
     with pytest.raises(UserError) as caught:
         load_weights(ConvNet(), path)
     assert complaint in str(caught.value)

@@ -321,41 +321,6 @@ def test_synthetic_batches_are_the_first_of_the_same_images(engine):
     assert (data.train, data.test, [len(x) for x, _ in data.test_batches(slice(0, 2))]) == (20, 2, [2])
 
 
-REFUSALS = {
-    "no directory": ("", "--dataset folder needs --data-dir"),
-    "not there": ("--data-dir {tmp}/nowhere", "{tmp}/nowhere does not exist: name the directory"),
-    "wrong directory": ("--data-dir {folder}/train", "{folder}/train/train does not exist"),
-    "class without images": ("--data-dir {empty}", "Found no valid file for the classes white"),
-    "other classes": ("--data-dir {other}", "train/ has 6 classes, val/ has 5: 'yellow' is only in train/"),
-    "weights of another model": ("--data-dir {folder} --weights {tmp}/w.pt --model shufflenet_v2_x0_5",
-        "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: choose the --model, and data with as many"),
-    "no such model": ("--dataset synthetic --model resnet51", "--model resnet51: torchvision has no such classifier"),
-    "model of another size": ("--dataset synthetic --model vit_b_16 --image-size 33", "--image-size 33"),
-    "shards nowhere": ("--dataset shards --data-dir {tmp}/nowhere", "{tmp}/nowhere does not exist"),
-    "folder as shards": ("--dataset shards --data-dir {folder}", "has neither train/*.tar nor train-*.tar"),
-    "not these classes": ("--dataset shards --data-dir {tars} --classes 7", "--classes 7, but"),
-    "negative workers": ("--workers -1", "'-1' is not a whole number of at least 0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line(case, folder, tars, tmp_path, monkeypatch):
-    empty, other = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("empty", "other"))
-    (empty / "train" / "white").mkdir()
-    shutil.rmtree(other / "val" / "yellow")
-    if "weights" in case:
-        torch.save(models.build_model("shufflenet_v2_x0_5", 1000, 224).state_dict(), tmp_path / "w.pt")
-    names = dict(tmp=tmp_path, folder=folder, tars=tars, empty=empty, other=other)
-    flags, complaint = (text.format(**names) for text in REFUSALS[case])
-    monkeypatch.setattr(
-        "sys.argv", ["imagenet", "--engine", "serial", "--workers", "0", "--no-progress", *flags.split()]
-    )
-    with pytest.raises(UserError) as refused:
-        imagenet.main()
-    assert complaint in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchvision", None)
     monkeypatch.setattr("sys.argv", ["imagenet", "--engine", "serial", "--workers", "0", "--data-dir", "."])

@@ -1,7 +1,6 @@
 """Texts as tokens: what is trained on and what is held out, three kinds of vocabulary, the cache, and what is refused."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +12,7 @@ from hvdtrain import lm
 from hvdtrain.datasets import text
 from hvdtrain.datasets.vocabularies import Bytes, Characters, restore_vocabulary
 from hvdtrain.engines.errors import UserError
-from tests.single.examples import one_line, tried
+from tests.single.examples import tried
 
 WORDS = "the quick brown fox jumps over the lazy dog; façade 語\n" * 40
 
@@ -126,24 +125,6 @@ def test_processes_that_come_at_once_get_the_same(book, own_cache):
     assert not list(own_cache.glob(".*.partial"))
 
 
-@pytest.mark.parametrize(
-    ("content", "kind", "complaint"),
-    [
-        (b"", "characters", "empty: name files that have text in them"),
-        (b"", "bytes", "empty: name files that have text in them"),
-        (b"caf\xe9 au lait", "characters", "not UTF-8 (invalid continuation byte)"),
-        (b"cut off: \xe8\xaa", "characters", "not UTF-8 (unexpected end of data)"),
-    ],
-)
-def test_texts_that_are_refused(content, kind, complaint, tmp_path):
-    path = tmp_path / "bad.txt"
-    path.write_bytes(content)
-    with pytest.raises(UserError) as raised:
-        text.load_tokens([path], kind)
-    assert complaint in str(raised.value)
-    one_line(raised.value)
-
-
 def test_a_bad_tokenizer_is_refused(book, tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
@@ -194,17 +175,6 @@ def test_each_token_but_the_first_is_a_target_once(length, context):
     assert (targets != text.IGNORED).all()
     assert torch.equal(targets, inputs + 1)
     assert inputs.flatten().tolist() == list(range(whole * context))
-
-
-def test_a_pipe_is_refused_because_text_is_read_twice(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=r"--text .*pipe: a pipe or a device, not a file: name a file that can be read"):
-        text.load_tokens([tmp_path / "pipe"], "characters")
-
-
-def test_a_directory_is_refused_and_files_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"^--text \S+: a directory: name the files in it, --text \S+/\*.txt$"):
-        text.load_tokens([tmp_path], "characters")
 
 
 def test_the_files_of_each_text_flag_are_taken():

@@ -80,20 +80,6 @@ def test_ranks_that_do_not_fit_are_refused_with_what_to_type():
     assert done.stderr.startswith(f"hvdtrain.starter: error: {said}"), done
 
 
-@pytest.mark.parametrize(
-    "words", ["--local-ranks 0 x.py", "--local-ranks x x.py", "--oversubscribe x.py", "--import a x.py"]
-)
-def test_options_that_make_no_sense_are_refused(words):
-    with pytest.raises(UserError, match="--local-ranks"):
-        parse(words.split())
-
-
-def test_a_number_that_is_no_port_is_refused():
-    """It was an OverflowError of bind(), exit code 1."""
-    with pytest.raises(UserError, match="--port: '99999' is more than 65535, the largest value allowed"):
-        parse(["--port", "99999", "x.py"])
-
-
 # ---- what is imported before the fork
 
 

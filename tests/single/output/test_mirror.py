@@ -153,31 +153,6 @@ def test_a_manifest_that_is_none_is_refused(made, said, tmp_path):
             train(tmp_path / "out", flag, f"file://{tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--mirror", "file://FILE/run"], "cannot be used"),
-        (["--mirror", "nosuch://bucket/run"], "cannot be used"),
-        (["--resume", "file://DIR/nothing"], "has no run: name another place"),
-        (["--mirror", "bucket/run"], "is not a URL such as"),
-        (["--mirror", "file://host/run"], "is not a URL such as"),  # it was a directory of the working directory
-        (["--mirror", "file://DIR/out"], "is the run's own place: name another"),  # which removed the checkpoints
-        (["--mirror", "file://DIR/out/checkpoints"], "is the run's own place: name another"),
-        (["--mirror", "sftp://me:secret@host/run"], "a password in the URL"),
-        (["--mirror", "s3://bucket/run", "--output-dir", "x", "--evaluate", "y"], "leave it out with --evaluate"),
-    ],
-)
-def test_places_that_cannot_be_used_are_refused_before_training(flags, said, tmp_path):
-    (tmp_path / "file").write_text("x")
-    flags = [flag.replace("FILE", f"{tmp_path}/file").replace("DIR", str(tmp_path)) for flag in flags]
-    with pytest.raises(UserError, match=said):
-        train(tmp_path / "out", *flags)
-    assert not (tmp_path / "out/metrics.jsonl").exists()
-    for flag in flags[0], "--resume":
-        with pytest.raises(UserError, match=rf"{flag}.*needs --output-dir"):
-            small.flags_for(flag, "s3://bucket/run")
-
-
 def evaluate(t, epoch):
     with t.run.evaluating(small.N) as mine:
         t.run.record(loss=(t.model(small.X[mine]) - small.Y[mine]).square().flatten())
