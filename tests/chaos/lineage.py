@@ -3,7 +3,7 @@
 import json
 import shlex
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -55,8 +55,8 @@ def results(directory: Path) -> dict:
     return {key: found[key] for key in RESULTS if key in found}
 
 
-def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -> tuple[int, int]:
-    """Return how many samples the surviving run took not at all and how many more than once, over all epochs.
+def taken(directory: Path) -> dict[int, Counter[int]]:
+    """Return how often each sample was taken, by epoch.
 
     Steps that were lost with their process and taken again count once, with what the last attempt took.
     """
@@ -71,12 +71,17 @@ def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -
             if int(attempt) == newest:
                 by_rank[rank] = indices
             last[epoch, step] = newest, by_rank
-    lost = repeated = 0
-    for epoch in range(epochs):
-        seen = Counter(i for (e, _), (_, ranks) in last.items() if e == epoch for some in ranks.values() for i in some)
-        lost += sum(seen[i] == 0 for i in range(samples))
-        repeated += sum(count - 1 for count in seen.values() if count > 1)
-    return lost, repeated
+    found: dict[int, Counter[int]] = defaultdict(Counter)
+    for (epoch, _), (_, by_rank) in last.items():
+        found[epoch].update(index for indices in by_rank.values() for index in indices)
+    return found
+
+
+def tally(directory: Path, epochs: int = EPOCHS, samples: int = MNIST.samples) -> tuple[int, int]:
+    """Return how many samples the surviving run took not at all and how many more than once, over all epochs."""
+    seen = [taken(directory)[epoch] for epoch in range(epochs)]
+    lost = sum(each[index] == 0 for each in seen for index in range(samples))
+    return lost, sum(count - 1 for each in seen for count in each.values() if count > 1)
 
 
 def all_struck(directory: Path) -> list[float]:

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 # Whoever is forked leaves the loop, and ends as a script does, after its own program.
 PARENT = """
-import json, os, sys
+import json, os, signal, sys
 first, programs, folder = json.load(sys.stdin)
 exec(first)
 codes = {}
 for name, program in programs.items():
     if (pid := os.fork()) == 0:
+        signal.alarm(60)  # of a program that does not end; the others are run all the same
         for number in (1, 2):
             os.dup2(os.open(f"{folder}/{name}.{number}", os.O_CREAT | os.O_WRONLY), number)
         break

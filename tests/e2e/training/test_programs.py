@@ -1,16 +1,14 @@
 """The programs in docs/programs: killed and resumed to the same bits, with any number of workers, under every engine."""
 
-import json
 import shlex
 import subprocess
 import sys
-from collections import Counter
 from importlib.util import find_spec
 
 import pytest
 
 from tests import image_set
-from tests.chaos.lineage import all_struck, attacked
+from tests.chaos.lineage import all_struck, attacked, taken
 from tests.chaos.programs import Program
 from tests.e2e.launchers import PYTHON, ROOT, events, launch, summary
 
@@ -63,19 +61,6 @@ def test_a_killed_program_ends_with_the_same_bits(name, tmp_path):
         one, other = (summary(tmp_path / which / part) for which in ("whole", "killed"))
         assert one["parameters_sha256"] == other["parameters_sha256"]
         assert (one["steps"], one["samples"]) == (other["steps"], other["samples"])
-
-
-def taken(directory):
-    """Return how often each index was used in each epoch. Of steps that were repeated after a failure, the last attempt."""
-    last = {}  # (epoch, samples left) -> attempt, indices of all ranks
-    for path in (directory / "taken").iterdir():
-        attempt = int(path.name.partition(".")[0])
-        for line in path.read_text().splitlines():
-            epoch, left, indices = json.loads(line)
-            newest, known = last.get((epoch, left), (0, []))
-            if attempt >= newest:
-                last[epoch, left] = attempt, (known if attempt == newest else []) + indices
-    return {epoch: Counter(i for (e, _), (_, some) in last.items() if e == epoch for i in some) for epoch, _ in last}
 
 
 @pytest.mark.slow

