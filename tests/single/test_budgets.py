@@ -59,7 +59,7 @@ BUDGETS = {
     "tests/bench": 1680,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1640,
     "tests/device": 660,
-    "tests/e2e": 6880,  # with a loss of one rank, a stop under Slurm, trainers of others, virtual ranks, a killed script
+    "tests/e2e": 6850,  # with a loss of one rank, a stop under Slurm, trainers of others, virtual ranks, a killed script
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
@@ -70,7 +70,7 @@ BUDGETS = {
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
     # And what Lightning does with our callback, in Lightning.
     # With what attempts found in models and data sets, and bytes of a save of many ranks.
-    "tests/single": 23900,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 23880,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 
