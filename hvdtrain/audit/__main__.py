@@ -47,9 +47,9 @@ def refuse(reason: object, text: str) -> None:
 def whole_runs(program: Program, options: Namespace) -> Whole:
     """Run the program twice. Raises NotAudited if nothing could be said after that."""
     runs: list[Run] = []
-    for name in ("whole", "again"):
+    for name, read in (("whole", "weights"), ("again", "state")):  # each a part: that costs time
         out = program.folder / "out" / name
-        run = program.run(name, out, options.np, options.timeout or 3600, whole=not runs)
+        run = program.run(name, out, options.np, options.timeout or 3600, read=read)
         taken = f"{run.seconds:.0f} s, without any kill"
         refuse(run.code is None, f"the program has not ended after {taken}: raise --timeout")
         refuse(run.code, f"the program itself ends with {run.code}, without any kill: {run.last_line()} ({run.said})")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,11 +89,11 @@ class Program:
         return words if self.launcher == "none" else [self.launcher, "-np", str(ranks), *words]
 
     def run(
-        self, name: str, out: Path, ranks: int, seconds: float, kill: dict[str, Any] | None = None, whole: bool = False
+        self, name: str, out: Path, ranks: int, seconds: float, kill: dict[str, Any] | None = None, read: object = None
     ) -> Run:
-        """Run it to its end. kill: see `draw`. Raises NotAudited if it can't be started."""
+        """Run it to its end. kill: see `draw`; read: the recorder. Raises NotAudited if it can't be started."""
         log, words = self.folder / name, self.words(ranks, out)
-        order = {"log": str(log), "out": str(out), "whole": whole, "kill": kill}
+        order = {"log": str(log), "out": str(out), "whole": read, "kill": kill}
         environment = OPEN_MPI | os.environ | {VARIABLE: json.dumps(order)}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BOOT), os.environ.get("PYTHONPATH")]))
         began, said = time.monotonic(), self.folder / f"{name}.txt"
@@ -139,21 +140,22 @@ class Program:
         return code, True
 
 
-def members(log: Path) -> Iterator[Path]:
-    """Yield the processes of a run, wherever its launcher has put them: each has the audit's variable in its environment."""
+def members(log: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and command line of the processes of a run, wherever its launcher has put them: each has the audit's
+    variable in its environment."""
     mark = f'{VARIABLE}={{"log": {json.dumps(str(log))},'.encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if state not in "ZX" and mark in (folder / "environ").read_bytes():
-                yield folder
+                yield int(folder.name), (folder / "cmdline").read_text(errors="replace").replace("\0", " ")[:120]
 
 
 def kill_all(log: Path) -> None:
     while processes := list(members(log)):  # again: one may have forked meanwhile
-        for folder in processes:
+        for number, _ in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(folder.name), signal.SIGKILL)
+                os.kill(number, signal.SIGKILL)
         time.sleep(0.01)
 
 
@@ -162,21 +164,14 @@ def leavers(log: Path, seconds: float) -> list[str]:
     end = time.monotonic() + seconds
     while (processes := list(members(log))) and time.monotonic() < end:
         time.sleep(0.05)
-    commands = []
-    for folder in processes:
-        with contextlib.suppress(OSError):
-            commands.append((folder / "cmdline").read_text(errors="replace").replace("\0", " ")[:120])
-    return commands
+    return [command for _, command in processes]
 
 
 def metrics(expression: str | None, places: dict[str, Path]) -> dict[str, str] | None:
     if expression is None:
         return None
-    found = {}
-    for name, path in places.items():
-        if matches := re.findall(expression, path.read_text(errors="replace")):
-            found[name] = "".join(matches[-1])
-    return found
+    found = {name: re.findall(expression, path.read_text(errors="replace")) for name, path in places.items()}
+    return {name: "".join(matches[-1]) for name, matches in found.items() if matches}
 
 
 def traces(log: Path) -> dict[int, Trace]:
@@ -199,6 +194,8 @@ def traces(log: Path) -> dict[int, Trace]:
             raise NotAudited(f"several processes that train at the same time call themselves rank {number}: {known}")
         for line in lines:
             if line["kind"] == "step":
+                contents = array("I", bytes.fromhex(line.pop("contents", "")))
+                line["rows"] = list(zip(contents, line.pop("indices", ()), strict=True))
                 trace.steps.append(line)
             elif line["kind"] == "evaluation":
                 trace.evaluations.setdefault(len(trace.steps), []).append(line["call"])

@@ -381,6 +381,10 @@ def all_bits(reason: str) -> dict[str, str]:
 
 def compare_wholes(run: Run, again: Run) -> Whole:
     """What differs between two whole runs is left out later; with a weight or a loss, so are all bits."""
+    for rank, trace in run.ranks.items():
+        for step, other in zip(trace.steps, again.trace(rank).steps, strict=False):
+            if step["before"][1][0] < 0:  # the first run has read weights alone, but for its first step
+                step["before"][1] = other["before"][1]
     whole = Whole(run)
     case = Case(whole, replace(again, ranks={}), again)
     following = [pair for trace in run.ranks.values() for pair in zip(trace.steps, trace.steps[1:], strict=False)]

@@ -1,10 +1,13 @@
-"""What the audit's recorder costs in a step: python -m tests.audited.overhead. Times of the processor, of one thread."""
+"""What the audit's recorder costs in a step: python -m tests.audited.overhead. Times of the processor, of one thread.
 
-import importlib
+Two processes train in turn, one of them recorded: what else the machine does falls on both.
+"""
+
+import itertools
 import json
 import os
+import runpy
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,54 +15,51 @@ from pathlib import Path
 import torch
 from torch import nn
 
-BOOT = Path(__file__).resolve().parents[2] / "hvdtrain/audit/boot"
-MODELS = {  # layers between the first and the last one, and their width
-    "MLP, 200 parameters": (0, 16),
-    "MLP, 70,000 parameters": (1, 256),
-    "12 layers, 790,000 parameters": (12, 256),
-}
-STEPS, PAIRS = 200, 7
+RECORDER = str(Path(__file__).resolve().parents[2] / "hvdtrain/audit/boot/sitecustomize.py")
+MODELS = {"MLP, 200 parameters": (0, 16), "70,000 parameters": (1, 256), "12 layers, 790,000 parameters": (12, 256)}
+STEPS, TURNS, PAIRS = 20, 10, 7
 
 
-def train(layers: int, width: int) -> float:
-    """Return the milliseconds of a step."""
+def train(layers: int, width: int, turn: int, over: int, turns: int = TURNS) -> float:
+    """Return the milliseconds of a step. layers: between the first and the last; turn, over: descriptors that tell of it."""
     model = nn.Sequential(nn.Linear(8, width), *[nn.Linear(width, width) for _ in range(layers)], nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    x, y = torch.randn(64, 8), torch.zeros(64, dtype=torch.long)
-    for step in range(STEPS + 20):
-        if step == 20:
-            began = time.process_time()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return 1000 * (time.process_time() - began) / STEPS
+    x, y, times = torch.randn(64, 8), torch.zeros(64, dtype=torch.long), []
+    while len(times) <= turns and os.read(turn, 1):
+        began = time.process_time()
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        times.append(time.process_time() - began)
+        os.write(over, b"x")
+    return 1000 * statistics.mean(times[1:]) / STEPS
 
 
-def milliseconds(layers: int, width: int, recorded: bool) -> float:
-    """In a process of its own, which is forked after the imports."""
-    reading, writing = os.pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        if not os.fork():
-            if recorded:
-                os.environ["HVDTRAIN_AUDIT"] = json.dumps(
-                    {"log": f"{folder}/log", "out": folder, "whole": True, "kill": None}
-                )
-                sys.path.insert(0, str(BOOT))
-                sys.modules.pop("sitecustomize", None)
-                importlib.import_module("sitecustomize")  # the recorder
-            os.write(writing, str(train(layers, width)).encode())
-            os._exit(0)
-        os.wait()
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        return float(answer.read())
+def start(recorded: str, folder: str, *model: int) -> None:
+    """Train in a process of its own, forked after the imports. It writes into a file how long a step took."""
+    if not os.fork():
+        if recorded:
+            order = {"log": f"{folder}/log", "out": f"{folder}/out", "whole": recorded, "kill": None}
+            os.environ["HVDTRAIN_AUDIT"] = json.dumps(order)
+            runpy.run_path(RECORDER)
+        Path(folder, f"step-{recorded}").write_text(str(train(*model)))
+        os._exit(0)
 
 
 torch.set_num_threads(1)
-train(0, 1)  # a first step imports much
-for name, model in MODELS.items():
-    times = [(milliseconds(*model, False), milliseconds(*model, True)) for _ in range(PAIRS)]
-    without, recorded = (statistics.median(column) for column in zip(*times, strict=True))
+train(0, 1, os.open("/dev/zero", os.O_RDONLY), os.open("/dev/null", os.O_WRONLY), 1)  # a first step imports much
+for (name, model), read in itertools.product(MODELS.items(), ("weights", "state")):  # of the first run, of the second
+    times = []
+    for _ in range(PAIRS):
+        with tempfile.TemporaryDirectory() as folder:
+            (first, end_of_second), (second, end_of_first) = os.pipe(), os.pipe()
+            start("", folder, *model, first, end_of_first)
+            start(read, folder, *model, second, end_of_second)
+            os.write(end_of_second, b"x")
+            os.wait(), os.wait()
+            times.append([float(Path(folder, f"step-{what}").read_text()) for what in ("", read)])
+    without, with_it = (statistics.median(column) for column in zip(*times, strict=True))
     ratios = sorted(b / a for a, b in times)
     spread = f"{statistics.median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    print(f"{name}: {without:.2f} ms, recorded {recorded:.2f} ms: {spread}", flush=True)
+    print(f"{name}, {read}: {without:.2f} ms, recorded {with_it:.2f} ms: {spread}", flush=True)

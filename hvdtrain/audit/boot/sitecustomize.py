@@ -6,10 +6,11 @@ the process at the place that HVDTRAIN_AUDIT names.
 
 A line has kind (step, evaluation, unreadable). That of a step: key (which optimizer), first (of it in this process), before
 and after (digest of its weights; its state, as `state_of` has it), buffers, options (of each group), random (generators,
-before the first forward pass), rows (content and index of each sample), loss, scale (of a GradScaler), file (the newest one
+before the first forward pass), contents and indices (of the samples), loss, scale (of a GradScaler), file (the newest one
 as large as the weights).
 """
 
+import array
 import contextlib
 import ctypes
 import functools
@@ -22,6 +23,7 @@ import os
 import random
 import resource
 import signal
+import struct
 import sys
 import threading
 import time
@@ -33,9 +35,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# log: a prefix of files; out: a folder; whole: bool; kill: a place, or null
+# log: a prefix of files; out: a folder; kill: a place, or null; whole: what is read of the optimizers at each step, beside
+# their weights after it: weights (before it), state, true (both), false
 ORDER = json.loads(os.environ.get("HVDTRAIN_AUDIT", "null"))
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+UNREAD = [-1, "", 0]
 FACTORS: dict[Any, Any] = {}  # odd numbers, on each device
 # Runs before a call until its yield, and the rest after it; yields the name of a place.
 Around = Generator[str, Any, None]
@@ -52,8 +56,8 @@ def memory_of(tensor: Any) -> bytes:
 
 def raw(tensor: Any) -> bytes:
     """Return the bytes of a tensor; of a large one, wherever it is, sums of its 64-bit words in exact integers."""
-    if tensor.nbytes < 4096 and tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous():
-        return memory_of(tensor)  # soon: most tensors of a small model
+    if (size := tensor.nbytes) < 4096 and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
+        return ctypes.string_at(tensor.data_ptr(), size)  # soon: most tensors of a small model
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):  # a DTensor: the part of this rank
         tensor = tensor.to_local()
@@ -74,22 +78,22 @@ def raw(tensor: Any) -> bytes:
     return repr([multiplied(part, factors[: len(part)]).item() for part in parts]).encode()
 
 
-def tensors_in(value: object) -> Iterator[Any]:
+def tensors_in(value: object) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from tensors_in(value[key])
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
+        return [value]
+    if isinstance(value, Mapping):
+        value = [value[key] for key in sorted(value, key=str)]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in ([part] if isinstance(part, torch.Tensor) else tensors_in(part))]
 
 
 def rank() -> int:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    return next((int(os.environ[name]) for name in RANKS if os.environ.get(name, "").isdigit()), 0)
+    named = (os.environ[name] for name in RANKS if name in os.environ)  # get() takes longer, if there is none
+    return next((int(number) for number in named if number.isdigit()), 0)
 
 
 def generators() -> dict[str, int]:
@@ -108,9 +112,9 @@ def generators() -> dict[str, int]:
 def rows_of(tensor: Any, sums: list[int] | None = None) -> list[int]:
     """Return a checksum of each row. sums: those of another tensor's rows, which these continue."""
     data = tensor.detach().cpu().contiguous()
-    width = data.nbytes // max(1, len(data))
-    whole = memoryview(memory_of(data))
-    return [zlib.crc32(whole[i * width : (i + 1) * width], sums[i] if sums else 0) for i in range(len(data))]
+    sums = sums or [0] * len(data)
+    rows = struct.iter_unpack(f"{data.nbytes // len(data)}s", memory_of(data)) if data.nbytes else []
+    return [zlib.crc32(row, start) for (row,), start in zip(rows, sums, strict=True)] if data.nbytes else sums
 
 
 def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
@@ -120,7 +124,7 @@ def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
     contents = [shared] * len(inputs[0])
     for tensor in columns:
         contents = rows_of(tensor, contents)
-    return list(zip(contents, batches.indices(max(columns, key=lambda tensor: tensor[:1].nbytes)), strict=True))
+    return list(zip(contents, batches.indices(max(columns, key=lambda tensor: tensor.nbytes)), strict=True))
 
 
 def is_within_a_step() -> bool:
@@ -159,23 +163,27 @@ def options_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def persistent_buffers(modules: Any) -> Iterator[Any]:
-    for outer in modules:
-        for module in outer.modules():
+    for module in modules:
+        if module is not None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield buffer
+            yield from persistent_buffers(module._modules.values())
 
 
 def newest_file(optimizer: Any) -> list[Any]:
     """Return time of change, path and size of the newest file under {out} that may have the weights of a rank in it."""
     smallest = max(1, sum(p.nbytes for p in parameters_of(optimizer)) // 2 // int(os.environ.get("WORLD_SIZE", 1)))
+    folders: list[str] = [ORDER["out"]]
     newest: list[Any] = []
-    for folder, _, names in os.walk(ORDER["out"]):
-        for path in (f"{folder}/{name}" for name in names):
-            with contextlib.suppress(OSError):  # another process has removed it
-                status = os.stat(path)  # noqa: PTH116
-                if status.st_size >= smallest:
-                    newest = max(newest, [status.st_mtime_ns, os.path.relpath(path, ORDER["out"]), status.st_size])
+    for folder in folders:
+        with contextlib.suppress(OSError):  # another process has removed it
+            entries = list(os.scandir(folder))
+            folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_file() and (status := entry.stat()).st_size >= smallest:
+                        newest = max(newest, [status.st_mtime_ns, entry.path[len(ORDER["out"]) + 1 :], status.st_size])
     return newest
 
 
@@ -201,7 +209,7 @@ class Batches:
     def indices(self, tensor: Any) -> list[Any]:
         """Return the index of each row, or None."""
         rows = rows_of(tensor) if self.delivered else []
-        for indices, columns in self.delivered:
+        for indices, columns in [*self.delivered][::-1]:  # most are used at once
             for column in columns:
                 for start in range(len(column) - len(rows) + 1):  # more than 0 where a program splits its batch
                     if column[start] == rows[0] and column[start : start + len(rows)] == rows:
@@ -214,7 +222,7 @@ class Recorder:
         self.pid = 0  # of the process that has opened the log; a forked rank opens its own
         self.log = -1
         self.steps = self.calls = 0  # of optimizers; of modules in evaluation since the last of these
-        self.depth = 0  # of modules that call each other, or a backward pass, which calls some again
+        self.within = False  # a module that calls others, or a backward pass, which calls some again: no new samples
         self.stepping: Around | None = None
         # What names each optimizer in every run, and its last `after`; how many have the same class and shapes.
         self.known: weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]] = weakref.WeakKeyDictionary()
@@ -236,7 +244,7 @@ class Recorder:
             self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         if self.limit:
             limit_file_size(None)
-        os.write(self.log, (json.dumps({"kind": kind} | line, default=str) + "\n").encode())
+        os.write(self.log, (json.dumps({"kind": kind, **line}, default=str) + "\n").encode())
         if self.limit:
             limit_file_size(self.limit)
 
@@ -267,10 +275,8 @@ class Recorder:
         return threading.get_ident() == threading.main_thread().ident and not captured
 
     def module_call(self, module: Any, *arguments: Any, **named: Any) -> Around:
-        if not self.reads():
-            return
         # A wrapper's own flag may say evaluation while what it wraps is trained: Lightning's around DistributedDataParallel.
-        training = torch.is_grad_enabled() and any(inner.training for inner in module.modules())
+        training = torch.is_grad_enabled() and (module.training or any(inner.training for inner in module.modules()))
         if training:
             self.modules[id(module)] = module
             if self.random is None:
@@ -279,25 +285,15 @@ class Recorder:
             inputs = [tensor for tensor in tensors_in([arguments, named]) if tensor.dim()]
             if inputs and not any(tensor.grad_fn is not None for tensor in inputs):
                 self.rows += samples(inputs, self.batches)
-        self.depth = 1
-        try:
-            result = yield "" if training else "evaluation"
-        finally:
-            self.depth = 0
+        result = yield "" if training else "evaluation"
         if not training:
             self.calls += 1
             call = [digest(*map(raw, tensors_in(some))) for some in ([arguments, named], result)]
             self.write("evaluation", call=call)
 
     def backward(self, tensors: Any, *_: Any, **__: Any) -> Around:
-        if not self.reads():
-            return
         self.losses += [loss.detach() for loss in tensors_in([tensors]) if loss.numel() == 1]
-        self.depth = 1  # activation checkpointing calls modules again: these are no new samples
-        try:
-            yield ""
-        finally:
-            self.depth = 0
+        yield ""
 
     def scaler_step(self, scaler: Any, *_: Any, **__: Any) -> Around:
         self.scaler = scaler
@@ -306,7 +302,7 @@ class Recorder:
     def step(self, optimizer: Any) -> Around:
         first = optimizer not in self.known
         key, before = ("", [None, state_of(optimizer)]) if first else self.known[optimizer]
-        if first or ORDER["whole"]:  # anew: programs clip weights, too
+        if first or ORDER["whole"] in (True, "weights"):  # anew: programs clip weights, too
             before = [weights_of(optimizer), before[1]]
         yield "within"
         if not self.losses and not any(float(group.get("lr", 1)) for group in optimizer.param_groups):
@@ -315,13 +311,14 @@ class Recorder:
             shapes = repr([tuple(parameter.shape) for parameter in parameters_of(optimizer)])
             alike = f"{type(optimizer).__name__} {digest(shapes.encode())}"
             key, self.alike[alike] = f"{alike} {self.alike[alike]}", self.alike[alike] + 1
-        after = [weights_of(optimizer), state_of(optimizer) if ORDER["whole"] else None]
+        after = [weights_of(optimizer), state_of(optimizer) if ORDER["whole"] in (True, "state") else UNREAD]
         self.known[optimizer] = key, after
         scale = [self.scaler.get_scale(), int(self.scaler._get_growth_tracker())] if self.scaler is not None else []
         self.write(
             "step", time=time.time(), key=key, first=first, before=before, after=after, options=options_of(optimizer),
             buffers=digest(*map(raw, persistent_buffers(self.modules.values()))), random=self.random or generators(),
-            rows=self.rows, loss=[repr(float(loss)) for loss in self.losses], scale=scale,
+            contents=array.array("I", [row[0] for row in self.rows]).tobytes().hex(), indices=[row[1] for row in self.rows],
+            loss=[repr(float(loss)) for loss in self.losses], scale=scale,
             file=newest_file(optimizer) if rank() == 0 else [],
         )  # fmt: skip
         self.rows, self.losses, self.random = [], [], None
@@ -349,15 +346,17 @@ class Recorder:
 
         @functools.wraps(original)
         def call(*arguments: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or (outermost and self.depth):
+            if torch.compiler.is_compiling() or (outermost and (self.within or not self.reads())):
                 return original(*arguments, **named)
             reading = around(*arguments, **named)
             try:
                 self.advance(reading)
+                self.within = self.within or outermost
                 result = original(*arguments, **named)
                 self.advance(reading, result)
                 return result
             finally:
+                self.within = self.within and not outermost
                 reading.close()
 
         setattr(owner, name, call)

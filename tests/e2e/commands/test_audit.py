@@ -37,6 +37,26 @@ def test_an_audit_that_is_ended_leaves_no_process(number, tmp_path):
             continue
 
 
+def test_the_server_of_these_tests_listens_before_its_socket_can_be_found(tmp_path, monkeypatch):
+    """Where it did so afterwards, a client was refused once, on a busy machine."""
+    path, found = tmp_path / "socket", []
+
+    class Listening(forked.socket.socket):
+        def listen(self, *arguments):
+            found.append(path.exists())
+            super().listen(*arguments)
+
+        def accept(self):
+            found.append(path.exists())
+            raise InterruptedError
+
+    monkeypatch.setattr(forked.socket, "socket", Listening)
+    monkeypatch.setattr(forked.signal, "signal", lambda *_: None)
+    with pytest.raises(InterruptedError):
+        forked.serve(str(path))
+    assert found == [False, True]
+
+
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
     done = audit(tmp_path, f"-np 2 -- {shlex.quote(PROGRAM)} {{out}} none")

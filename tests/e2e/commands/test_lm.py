@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.audited import audit
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, events, launch, summary
 from tests.single.output.test_tensorboard import scalars
 
@@ -14,28 +15,10 @@ SHAKESPEARE = Path(
 # 337 windows to train on, 12 in a step: the first epoch ends at step 29, with one window.
 TINY = "--layers 1 --heads 2 --width 16 --context 8 --steps 34 --warmup-steps 2 --threads 1 --no-progress"
 
-# hvdtrain.lm, of which rank 1 is killed before step 32, once the checkpoint of the first epoch is on the disk.
-KILLED = """
-import os, pathlib, signal, sys, time
-from hvdtrain import lm
-from hvdtrain.engines import launchers
-from hvdtrain.launching import exit_codes
-directory = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1], "checkpoints")
-real = lm.learning_rate
-def learning_rate(step, steps, flags):
-    if step == 31 and launchers.announced().rank == 1:
-        while not (directory / "step-00000029.safetensors").exists():
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(step, steps, flags)
-lm.learning_rate = learning_rate
-exit_codes.run_command(lm.main)
-"""
 
-
-def lm(ranks: int, flags: str, program: str = "-m hvdtrain.lm", **options) -> Done:
+def lm(ranks: int, flags: str, **options) -> Done:
     start = LAUNCHERS["mpirun"].format(ranks=ranks)
-    return launch(f"{start} {PYTHON} {program} {TINY} {flags}", **options)
+    return launch(f"{start} {PYTHON} -m hvdtrain.lm {TINY} {flags}", **options)
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +49,15 @@ def test_the_loss_does_not_depend_on_the_ranks(book, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(book, tmp_path):
     """With dropout, and samples drawn in between: neither shifts the random numbers of what follows."""
-    (tmp_path / "killed.py").write_text(KILLED)
     flags = f"--text {book} --dropout 0.1 --checkpoint-steps 10"
-    whole = lm(2, f"{flags} --sample-tokens 0 --output-dir {tmp_path / 'whole'}")
-    assert whole.code == 0, whole
-    directory = tmp_path / "killed"
-    flags += f" --sample-tokens 9 --output-dir {directory}"
-    killed = lm(2, flags, str(tmp_path / "killed.py"))
-    assert killed.code not in (0, 2, 75), killed
-    done = lm(2, flags)
-    assert done.code == 0, done
-    (resumed,) = events(directory, "resume")
-    assert 29 <= resumed["step"] < 32
-    for key in ("parameters_sha256", "validation_loss", "samples", "steps", "tokens"):
-        assert summary(directory)[key] == summary(tmp_path / "whole")[key], key
-    assert len(events(directory, "sample")) == 2
+    words = f"{TINY} {flags} --sample-tokens 9 --output-dir {{out}}"
+    done = audit(tmp_path, f"-np 2 --launcher mpirun --signals one --only-kill 1 --keep -- -m hvdtrain.lm {words}")
+    assert done.returncode == 0, done
+    assert len(events(tmp_path / "audit/out/kill-1", "sample")) == 2
+    silent = lm(2, f"{flags} --sample-tokens 0 --output-dir {tmp_path / 'silent'}")
+    assert silent.code == 0, silent
+    both = [summary(path)["parameters_sha256"] for path in (tmp_path / "silent", tmp_path / "audit/out/whole")]
+    assert both[0] == both[1]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.audit.attempts import NotAudited, Program, members, traces
-from tests.audited import forked
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -76,33 +75,14 @@ def test_what_ranks_have_recorded(tmp_path):
     steps = [{"kind": "step", "time": float(at)} for at in range(6)]
     log(tmp_path, 0, 99, steps[0], steps[1], evaluation, cut='{"kind": "st')  # killed, while it wrote
     log(tmp_path, 0, 11, steps[4], evaluation, evaluation, {"kind": "unreadable", "error": "e"})  # a second process
-    log(tmp_path, 1, 12, steps[2])
+    log(tmp_path, 1, 12, steps[2] | {"contents": "07000000ffffffff", "indices": [5, None]})
     (tmp_path / "run.asked").touch()
     (tmp_path / "run.0.txt").write_text("of another kind")
     ranks = traces(tmp_path / "run")
     assert [[line["time"] for line in ranks[rank].steps] for rank in (0, 1)] == [[0, 1, 4], [2]]
     assert ranks[0].evaluations == {2: [["i", "o"]], 3: [["i", "o"]] * 2}
     assert (ranks[0].unreadable, sorted(ranks)) == (["e"], [0, 1])
+    assert ranks[1].steps[0]["rows"] == [(7, 5), (2**32 - 1, None)]
     log(tmp_path, 1, 13, steps[1], steps[3])
     with pytest.raises(NotAudited, match="call themselves rank 1"):
         traces(tmp_path / "run")
-
-
-def test_the_server_of_these_tests_listens_before_its_socket_can_be_found(tmp_path, monkeypatch):
-    """Where it did so afterwards, a client was refused once, on a busy machine."""
-    path, found = tmp_path / "socket", []
-
-    class Listening(forked.socket.socket):
-        def listen(self, *arguments):
-            found.append(path.exists())
-            super().listen(*arguments)
-
-        def accept(self):
-            found.append(path.exists())
-            raise InterruptedError
-
-    monkeypatch.setattr(forked.socket, "socket", Listening)
-    monkeypatch.setattr(forked.signal, "signal", lambda *_: None)
-    with pytest.raises(InterruptedError):
-        forked.serve(str(path))
-    assert found == [False, True]

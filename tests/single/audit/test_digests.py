@@ -4,7 +4,9 @@ import importlib.util
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +90,19 @@ def test_a_sample_has_the_index_that_its_loader_drew(recorder):
     assert not set(recorder.samples([x, y, torch.ones(7)], batches)) & set(rows)  # a mask that all have
 
 
+def test_only_the_outermost_call_of_the_main_thread_is_read(recorder):
+    """Also after one that has failed. Calls of others than modules are read anywhere."""
+    read, recording = [], recorder.Recorder()
+    owner = SimpleNamespace(call=lambda name, inner=list: inner(), step=lambda name: None)
+    for method in ("call", "step"):
+        recording.put(owner, method, lambda name, *_: (yield read.append(name) or ""), outermost=method == "call")
+    with pytest.raises(ZeroDivisionError):
+        owner.call("fails", lambda: 1 / 0)
+    owner.call("outer", lambda: owner.call("inner", lambda: owner.step("step")))
+    ThreadPoolExecutor(1).submit(owner.call, "thread").result()
+    assert read == ["fails", "outer", "step"]
+
+
 def test_what_is_read_of_modules_and_optimizers(recorder):
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2, track_running_stats=False))
     model.register_buffer("mask", torch.ones(1), persistent=False)
@@ -143,3 +158,6 @@ def test_a_file_counts_if_half_of_the_weights_fit(recorder, tmp_path):
         (tmp_path / name).write_bytes(b"x" * size)
         os.utime(tmp_path / name, (at, at))
     assert recorder.newest_file(optimizer)[1:] == ["deep/half", 200]
+    (tmp_path / "deep/again").symlink_to(tmp_path)
+    (tmp_path / "deep/half").write_bytes(b"x" * 300)  # in place
+    assert recorder.newest_file(optimizer)[1:] == ["deep/half", 300]

@@ -117,6 +117,13 @@ def test_nothing_is_ok_that_was_not_compared():
     assert found["work repeated"] == ("not seen", "2 steps; no checkpoint was seen under {out}", None)
 
 
+def test_the_first_whole_run_reads_weights_and_the_second_one_the_state():
+    whole = run(0, STEPS)
+    for line in whole.ranks[0].steps:
+        line["before"][1] = [-1, "", 0]
+    assert verdicts(run(8, STEPS), whole=whole, again=run(0, STEPS))["optimizer state"].status == "ok"
+
+
 def test_each_difference_is_told():
     def one(name, value, at=2, start=8):
         resumed = run(start, STEPS)
