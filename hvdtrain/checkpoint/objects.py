@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.carried import Carried
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor_checksum
 from hvdtrain.checkpoint.resume import Resume, chosen_for
@@ -202,7 +203,7 @@ class Objects:
     """Models, optimizers, loss scaler and registered objects, at first none. resume: the checkpoint to resume from."""
 
     def __init__(self, engine: Engine, resume: Resume, prepared: Prepared, registered: dict[str, Any]):
-        self._engine, self._resume, self._prepared, self.registered = engine, resume, prepared, registered
+        self._engine, self._resume, self.prepared, self.registered = engine, resume, prepared, registered
         self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
         self._of_program: GroupSettings = []  # of the optimizers, as the program has made them
         self._saved: GroupSettings = []  # of the optimizers in the checkpoint, until training begins
@@ -213,6 +214,7 @@ class Objects:
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._beside: dict[str, object] | None = None  # what modules held when training began
         self._restored: dict[str, int] = {}  # checksums of the weights that were restored, until training begins
+        self.carried: Carried | None = None  # what the program itself carries on, from the loop over `run.epochs` on
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
@@ -234,10 +236,10 @@ class Objects:
         collective, up to the first checkpoint after an update. With local steps, each group has its own, which is saved."""
         if self._compared or self._engine.size == 1 or self._resume.own_optimizers:
             return
-        kinds, sums = [type(optimizer).__name__ for optimizer in self._prepared.optimizers], list[str]()
+        kinds, sums = [type(optimizer).__name__ for optimizer in self.prepared.optimizers], list[str]()
         remedy = "use one that keeps all of its state on every rank"
         with self._engine.raising_together("optimizer states"):
-            for optimizer in self._prepared.optimizers:
+            for optimizer in self.prepared.optimizers:
                 state = optimizer.state_dict()["state"]
                 with contents.storable(*contents.about_optimizer(optimizer)):
                     sums.append(digest_of_values(state) if state else "")
@@ -260,7 +262,7 @@ class Objects:
         late = self._late()
         if not writes:
             return None
-        models, optimizers, scaler = self._prepared.models, self._prepared.optimizers, self._prepared.scaler
+        models, optimizers, scaler = self.prepared.models, self.prepared.optimizers, self.prepared.scaler
         facts, tensors, states = contents.collect(models, optimizers, self.registered, heartbeat)
         self._warn_of_forgotten()
         return facts | {"late": late, "scaler": scaler.state_dict(), "chosen": self._chosen}, tensors, states
@@ -268,21 +270,27 @@ class Objects:
     def begin_training(self) -> None:
         """Note what modules hold that no checkpoint has."""
         if self._beside is None:
-            self._beside = held_by(self._prepared.models)
+            self._beside = held_by(self.prepared.models)
 
     def _warn_of_modules(self) -> None:
         """Say once what the program changes in a model that no checkpoint has."""
-        now = held_by(self._prepared.models) if self._beside else {}
+        now = held_by(self.prepared.models) if self._beside else {}
         for name, began in (self._beside or {}).items():
-            if now.get(name, began) != began:
+            if now.get(name, began) != began and not self._is_set_anew(name):
                 message = f"{name} of a model has changed, and no checkpoint has it"
                 remedy = "keep it in a buffer with persistent=True, or set it anew in each step, as from run.progress"
                 self._resume.output.say(f"warning: {message}: {remedy}")
                 self._beside = {}
                 return
 
+    def _is_set_anew(self, name: str) -> bool:
+        path, _, attribute = name.rpartition(".")
+        layers = [layer for model in self.prepared.models for at, layer in model.named_modules() if at == path]
+        layers = [layer for layer in layers if hasattr(layer, attribute)]
+        return self.carried is not None and all(self.carried.is_set_anew(type(layer), attribute) for layer in layers)
+
     def _sums_of_weights(self) -> dict[str, int]:
-        return {name: int(tensor_checksum(one)) for name, one in named_parameters(self._prepared.models)}
+        return {name: int(tensor_checksum(one)) for name, one in named_parameters(self.prepared.models)}
 
     def require_restored(self) -> None:
         """Raise UserError if the program has changed weights since they were restored. A collective."""
@@ -297,8 +305,10 @@ class Objects:
 
     def _warn_of_forgotten(self) -> None:
         """Say once, at the first checkpoint after it has changed, which number of a registered object no checkpoint has."""
+        if self.carried is not None:
+            self.carried.look(numbers=True)
         self._warn_of_modules()
-        models, optimizers = self._prepared.models, self._prepared.optimizers
+        models, optimizers = self.prepared.models, self.prepared.optimizers
         shared = {id(one): one for one in (*models, *optimizers, *(p for model in models for p in model.parameters()))}
         for optimizer, marks in zip(optimizers, self._marks, strict=True):
             now, leaves = marks_of(optimizer), tree_leaves(optimizer.state_dict())
@@ -335,11 +345,11 @@ class Objects:
 
     def require_as_saved(self, states: contents.ObjectStates, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
-        contents.require_as_saved(states, facts, tensors, self._prepared.models, self._prepared.optimizers)
+        contents.require_as_saved(states, facts, tensors, self.prepared.models, self.prepared.optimizers)
 
     def restore(self, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Restore models, optimizers and loss scaler. A collective. tensors: on rank 0."""
-        prepared, optimizers = self._prepared, self._prepared.optimizers
+        prepared, optimizers = self.prepared, self.prepared.optimizers
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
             if tensors:
@@ -361,7 +371,7 @@ class Objects:
 
         Between run.prepare and run.epochs, a program reads the rates that it begins with, for its schedules.
         """
-        optimizers = self._prepared.optimizers
+        optimizers = self.prepared.optimizers
         if self._resume.facts is None:
             return
         self._saved = settings_of(optimizers)
@@ -380,7 +390,7 @@ class Objects:
         """Give the optimizers the checkpoint's settings. only: these, whose scheduler is registered, and has set the
         rate when it was created."""
         # `_saved` is empty in a new run.
-        for optimizer, settings in zip(self._prepared.optimizers, self._saved, strict=False):
+        for optimizer, settings in zip(self.prepared.optimizers, self._saved, strict=False):
             if only is not None and not any(optimizer is one for one in only):
                 continue
             if not any(optimizer is one for one in self._begun_again):
@@ -430,5 +440,5 @@ class Objects:
     def modules(self, objects: Mapping[str, Any] | None = None) -> dict[str, nn.Module]:
         """Return the models, or the modules of these registered objects, by unique names."""
         if objects is None:
-            return {f"model {number}": model for number, model in enumerate(self._prepared.models)}
+            return {f"model {number}": model for number, model in enumerate(self.prepared.models)}
         return {name: what for name, what in objects.items() if isinstance(what, nn.Module)}

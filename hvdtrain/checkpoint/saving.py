@@ -9,11 +9,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hvdtrain.checkpoint import checkpoint, contents
+from hvdtrain.checkpoint.carried import Carried
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.objects import Objects
 from hvdtrain.checkpoint.own import (
@@ -123,6 +125,7 @@ class Checkpoints:
         self._last_good: str | None = None
         self._writer: Writer | None = None
         self._ends = False  # training is over
+        self.carried: Carried | None = None  # on the rank that writes, from the loop over `run.epochs` on
         self._read_back = False  # the first checkpoint of this run
 
     def open(self, data: Mapping[str, object]) -> None:
@@ -200,6 +203,18 @@ class Checkpoints:
     def positions(self) -> list[Any] | None:
         """Return each rank's position in its stream; None if there is none."""
         return self._position.of_ranks
+
+    def begin_loop(self, frame: FrameType, of_run: Callable[[], Facts]) -> None:
+        """Look after what the function with the loop over `run.epochs`, whose frame this is, carries on in variables."""
+        if self.output.output_dir is not None and self.writes:
+            prepared = self.objects.prepared
+            saved = self.registered | self.generators.registered
+            self.carried = self.objects.carried = Carried(frame, self.output.say, saved, prepared.models, of_run)
+
+    def end_loop(self) -> None:
+        """Let that frame go."""
+        if self.carried is not None:
+            self.carried.end()
 
     def begin_epoch(self) -> None:
         """Note what an epoch begins with."""

@@ -129,6 +129,10 @@ class ReducedModel:
     def holds(self, model: nn.Module) -> bool:
         return self._model is model
 
+    def overlaps(self, model: nn.Module) -> bool:
+        """Return whether one of the two is a part of the other: each gradient would be reduced twice."""
+        return model in self._model.modules() or self._model in model.modules()
+
     def _wrap(self) -> None:
         self._trained = [parameter.requires_grad for parameter in self.parameters]
         self._replica: nn.parallel.DistributedDataParallel | None = None
@@ -271,6 +275,12 @@ class DdpEngine(Engine):
         return gpu.of_local_rank(self.local_rank, gpus)
 
     def distribute_model(self, model: nn.Module, reduction: Reduction) -> nn.Module:
+        if any(one.overlaps(model) for one in self._models) and self.size > 1:
+            remedy = "give run.prepare() the outer one, whose weights are saved with it"
+            kind = type(model).__name__
+            raise UserError(
+                f"run.prepare() got a {kind} beside a model that holds it, or is in it: {remedy}", everywhere=True
+            )
         # Buffers are made the same on all ranks before an evaluation (`SharedBuffers`), not in every forward pass. The
         # option was renamed in torch 2.15. Trap: `init_sync` fails for buffers of types that Gloo does not know, such as
         # uint16. `broadcast_model` sends them as bytes.

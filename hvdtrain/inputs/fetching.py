@@ -8,10 +8,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate, get_worker_info
 
 from hvdtrain.inputs.packing import Travels
-from hvdtrain.inputs.sameness import Compared, compared_of, drifted, own_state
-from hvdtrain.inputs.sharding import mixed_seed, seed_generators
+from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, own_state
+from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
+
+
+CACHE = "a cache of random samples (keep them there as they are before the augmentation)"
 
 
 class Fetched(NamedTuple):
@@ -55,6 +58,7 @@ class Samples(Travels, Dataset[Any]):
         if epoch == COMPARISON:
             return Fetched(self.compared(numbers), 0)
         before = self.own_state() if self.unwatched else None
+        cached = before is not None and has_cache(self.dataset) and self.draws(epoch, numbers[:1])
         try:
             samples = self.samples(epoch, numbers)
             batch = self.collate(samples)
@@ -65,7 +69,17 @@ class Samples(Travels, Dataset[Any]):
         if before is None:
             return Fetched(batch, count)
         self.unwatched = False
+        if cached and not self.draws(epoch, numbers[:1]):
+            return Fetched(batch, count, drifted=CACHE)
         return Fetched(batch, count, drifted=drifted(before, self.own_state()))
+
+    def draws(self, epoch: int, numbers: Sequence[int]) -> bool:
+        """Return whether reading these samples draws random numbers."""
+        with kept():
+            self.samples(epoch, numbers)
+            after = global_state()
+            seed_generators(mixed_seed(self.seed, epoch, *(["list"] if takes_lists(self.dataset) else []), *numbers))
+            return global_state() != after
 
     def own_state(self) -> dict[str, Any]:
         """Return what may change in the data set, and in a collate_fn that is an object, or a method of one."""

@@ -188,6 +188,17 @@ def own_state(dataset: object) -> dict[str, Any]:
     return held
 
 
+def has_cache(dataset: Any) -> bool:
+    """Return whether a data set may keep what it has read: by `lru_cache`, or in a dictionary that is empty at first."""
+    if isinstance(dataset, Subset):
+        return has_cache(dataset.dataset)
+    kind = type(dataset)
+    functions = [*vars(kind).values(), *getattr(getattr(kind, "__getitem__", None), "__globals__", {}).values()]
+    return any(hasattr(one, "cache_info") for one in functions) or any(
+        type(one) is dict and not one for one in getattr(dataset, "__dict__", {}).values()
+    )
+
+
 def drifted(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the first part of `own_state` that has changed; empty if none has."""
     for name, held in before.items():

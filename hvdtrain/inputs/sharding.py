@@ -79,6 +79,12 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
+def global_state() -> str:
+    """Return the states of the global generators of torch (CPU), Python and numpy."""
+    numpy = sys.modules["numpy"].random.get_state()[1:3] if "numpy" in sys.modules else None
+    return f"{torch.get_rng_state().tolist()} {random.getstate()} {numpy}"
+
+
 @contextlib.contextmanager
 def kept(device: torch.device | None = None) -> Iterator[None]:
     """Context manager that restores the global generators after the block; of torch the CPU's, and those of `device`."""

@@ -20,7 +20,6 @@ WRONG_INPUT = 2  # one line names the remedy
 TARGET_MISSED = 3
 # Stopped on request, and can be resumed. EX_TEMPFAIL of sysexits.h: Slurm and Kubernetes can distinguish it from a failure.
 STOPPED = 75
-OUT_OF_MEMORY = r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes|out of memory. Tried to allocate ([\d.]+ \w+)"
 LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
 
@@ -43,8 +42,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def of_the_user(message: str) -> UserError | None:
+def of_the_user(message: str) -> UserError | Failure | None:
     """Return the error with its remedy, if the `message` of an error of torch tells of no fault of the program."""
+    if re.search("gloo/transport/.*(reset by peer|closed by peer|Broken pipe)", message):  # in a collective
+        return Failure("the connection to another rank was lost: see what that rank printed, and start again")
     if "can't start new thread" in message:
         remedy = "end some, raise `ulimit -u`, or use fewer ranks"
         return UserError(f"this user may have no more processes and threads: {remedy}")

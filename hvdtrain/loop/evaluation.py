@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, IterableDataset
 
 from hvdtrain.checkpoint.own import checksums
 from hvdtrain.engines.accelerators import read_scalars, recorded
@@ -32,7 +33,7 @@ from hvdtrain.engines.modules import (
 )
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
-from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators
+from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators, shard
 
 
 class CutShort(BaseException):
@@ -124,6 +125,21 @@ class Recorded:
         return rows
 
 
+class Part(Iterator[Any]):
+    """A rank's batches of a test set, of which programs ask how many they are."""
+
+    def __init__(self, batches: Iterator[Any], number: int | None):
+        self._batches, self._number = batches, number
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        if self._number is None:
+            raise TypeError("the number of batches of this test set is not known: count them")
+        return self._number
+
+
 class Evaluation:
     """The state of one `Run.evaluating` block.
 
@@ -157,11 +173,21 @@ class Evaluation:
         """Return this rank's part of the data: a slice, or an iterator over batches."""
         engine = self._engine
         if not self.whole:
-            return self._batches(self._loaded(engine.rank))
+            batches = self._batches(self._loaded(engine.rank))
+            return Part(batches, self._number()) if isinstance(self._data, DataLoader) else batches
         # The script computes its one part at once. Where this process has several ranks, that is all samples.
         part = slice(0, self._data) if engine.takes_turns else slice(engine.rank, self._data, engine.size)
         self._recorded[engine.rank].samples = len(range(self._data)[part])
         return part
+
+    def _number(self) -> int | None:
+        """Return the number of batches of this process's ranks, of a data set whose length is known."""
+        if isinstance(self._data.dataset, IterableDataset) or self._data.batch_size is None:
+            return None
+        samples, size = len(self._data.sampler), int(self._data.batch_size)
+        samples -= samples % size if self._data.drop_last else 0
+        parts = [range(samples)[shard(samples, rank, self._engine.size)] for rank in self._engine.own]
+        return sum(-(-len(part) // size) for part in parts)
 
     def _loaded(self, rank: int) -> Iterator[Batch]:
         """Return the batches of one of this process's ranks, whose turn begins."""

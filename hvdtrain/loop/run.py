@@ -6,10 +6,13 @@ raises a UserError with the correct call. docs/training.md shows programs.
 """
 
 import contextlib
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -166,6 +169,11 @@ class Run(RunTools):
         count: total number of epochs; or steps: total number of steps. stop_at: stop after an epoch whose evaluation has
         reached all of these values (None: no target). If they are not reached by the end, the exit code is 3.
         """
+        return self._epochs(count, steps, stop_at, sys._getframe(1))
+
+    def _epochs(
+        self, count: int | None, steps: int | None, stop_at: Mapping[str, float | None] | None, caller: FrameType
+    ) -> Iterator[int]:
         self.prepared("run.epochs()")
         metrics = self.metrics_logger.metrics
         self.length = Length.of(count, steps, stop_at, metrics, self.state)
@@ -179,6 +187,8 @@ class Run(RunTools):
         if facts is not None and (why := self.length.ended(self.state, metrics, facts)):
             self.say(why)
             return
+        self.checkpoints.begin_loop(caller, lambda: {"state": asdict(self.state), "best": self.best})
+        del caller
         while self.length.is_left(self.state):
             if self.length.goals and self.length.reached(self.evaluation, metrics):
                 break
@@ -205,6 +215,8 @@ class Run(RunTools):
         self.require_head()
         self.prepared().require_same_parameters()
         self.stage = Stage.STEPS
+        if self.checkpoints.carried is not None:
+            self.checkpoints.carried.begin_steps(sys._getframe(1))
         steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())
         reference = weakref.ref(steps)
         return steps
@@ -347,6 +359,7 @@ class Run(RunTools):
 
     def leave_loop(self) -> None:
         """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
+        self.checkpoints.end_loop()
         if not self._in_epoch:
             return
         at_head = self.stage is Stage.HEAD and not self.state.samples_of_epoch

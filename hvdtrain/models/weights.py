@@ -116,7 +116,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         require_match(state, model.state_dict())
     except ValueError as error:
-        remedy = "choose the --model, and data with as many classes, that it was saved from"
+        remedy = "make the model, with as many classes, that it was saved from"
         prefix = next(iter(state), "").split(".")[0] + "."
         if {name.removeprefix(prefix) for name in state} == set(model.state_dict()):
             remedy = f"its names begin with {prefix}: save the state_dict of that part"

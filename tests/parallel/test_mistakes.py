@@ -283,6 +283,20 @@ def test_weights_that_change_on_each_rank_alone_are_noticed_in_the_first_step(en
         train()
 
 
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_a_model_in_another_one_is_refused_where_its_gradients_would_be_reduced_twice(engine, inner_first):
+    """A loss that holds the model, and is given to run.prepare beside it, was a traceback of DDP's."""
+    if engine.name != "ddp" or engine.size == 1:
+        pytest.skip("DDP has a reducer for each model")
+    outer = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    models = (outer[0], outer) if inner_first else (outer, outer[0])
+    with (
+        a_run(engine) as run,
+        pytest.raises(UserError, match=r"beside a model that holds it, or is in it: give run.prep"),
+    ):
+        run.prepare(*models, sgd(outer))
+
+
 @pytest.mark.parametrize("data", [N, "loader"])
 def test_a_metric_that_one_rank_alone_records_is_refused(engine, data):
     """Its sum would be divided by the samples of all ranks. With count= it is a mean over its own values."""

@@ -95,7 +95,7 @@ REFUSED = {
         "--data-dir HERE/without": "Found no valid file for the classes white",
         "--data-dir HERE/other": "train/ has 6 classes, val/ has 5: 'yellow' is only in train/",
         "--data-dir HERE/images --weights HERE/w.pt --model shufflenet_v2_x0_5":
-            "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: choose the --model, and data with as many",
+            "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: make the model, with as many",
         "--dataset synthetic --model resnet51": "--model resnet51: torchvision has no such classifier",
         "--dataset synthetic --model vit_b_16 --image-size 33": "--image-size 33",
         "--dataset shards --data-dir HERE/nowhere": "HERE/nowhere does not exist",

@@ -145,3 +145,17 @@ def test_what_torch_says_without_shared_memory_becomes_one_line_with_the_remedy(
     with pytest.raises(SystemExit, match="2"):
         exit_codes.run_command(main)
     assert "error: /dev/shm is too small for the batches of the DataLoader's workers: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "told"), [("Connection reset by peer", True), ("op.preamble.length <= op.nbytes", False)]
+)
+def test_a_rank_that_loses_another_ends_in_one_line(said, told, capfd):
+    """A rank that was killed in a restore left a traceback of the others, below the line that names it."""
+
+    def main() -> int:
+        raise RuntimeError(f"[gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:3724: {said}.")
+
+    with pytest.raises(SystemExit if told else RuntimeError):
+        exit_codes.run_command(main)
+    assert ("error: the connection to another rank was lost: see what that" in capfd.readouterr().err) == told

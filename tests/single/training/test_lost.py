@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import random
 from functools import partial
 
@@ -196,6 +197,55 @@ def test_a_data_set_that_changes_when_it_is_read_is_said_once(make, told, tmp_pa
     Trained(out=tmp_path, data=(DataLoader(make(), batch_size=8),))
     lines = [line for line in capfd.readouterr().err.splitlines() if "changes when samples are read" in line]
     assert [line.split()[1] for line in lines] == [told] * bool(told)
+
+
+def augmented(index):
+    return X[index] + torch.rand(3)
+
+
+class Cached(Dataset):
+    """read: what reads a sample, before it goes into the dictionary."""
+
+    def __init__(self, read):
+        self.read, self.held = read, {}
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        if index not in self.held:
+            self.held[index] = self.read(index)
+        return self.held[index], Y[index]
+
+
+class CachedByFunction(Cached):
+    @functools.lru_cache  # noqa: B019 - as programs do
+    def __getitem__(self, index):
+        return self.read(index), Y[index]
+
+
+class After(Cached):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.rand(3), y
+
+
+CACHES = [
+    (lambda: Cached(augmented), 1),
+    (lambda: Subset(CachedByFunction(augmented), range(N)), 1),
+    (lambda: Cached(X.__getitem__), 0),
+    (lambda: After(X.__getitem__), 0),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), CACHES, ids=range(len(CACHES)))
+def test_a_cache_of_samples_that_were_augmented_is_said_once(make, told, tmp_path, capfd):
+    """A resumed run augmented them anew, exit code 0."""
+    warn_once.cache_clear()
+    Trained(out=tmp_path, data=(DataLoader(make(), batch_size=8),))
+    assert (
+        capfd.readouterr().err.count("warning: a cache of random samples (keep them there as they are before") == told
+    )
 
 
 class Files(Dataset):

@@ -583,3 +583,15 @@ def test_values_of_a_sample_count_as_their_mean(shape, run):
                 run.record(light=some, bright=some > 0.5)
         expected = {"light": values.mean().item(), "bright": (values > 0.5).double().mean().item(), "count": N}
         assert run.evaluation == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("size", "drop_last", "number"), [(16, False, 3), (16, True, 2), (40, False, 1)])
+def test_a_program_may_ask_how_many_batches_an_evaluation_has(size, drop_last, number):
+    """It ended in a traceback: what is yielded was a generator."""
+
+    def tail(t, epoch):
+        with t.run.evaluating(DataLoader(TensorDataset(X, Y), size, drop_last=drop_last)) as batches:
+            assert len(batches) == number
+            assert len([t.run.record(loss=(x - x).sum(1)) for x, _ in batches]) == number
+
+    Trained(tail=tail, metrics={"loss": "min"})

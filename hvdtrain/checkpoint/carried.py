@@ -1,0 +1,233 @@
+"""What a program itself carries from step to step or from epoch to epoch, and no checkpoint has: the best value so far in a
+variable of main(), a count in an object of its own.
+
+What is set anew in each step or epoch is not lost, so the code of the loop is read: whether it may use a name before it
+sets it.
+"""
+
+import dis
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
+ENDS = ("RETURN", "RAISE", "RERAISE")
+NUMBERS = (bool, int, float, type(None))
+CONTAINERS = (list, dict, set, deque)
+MOST_PARTS = 1_000
+GLOBAL = "the global "  # before the name of a variable of the module
+CLOCKS = (time.time, time.perf_counter, time.monotonic)
+SHOWN = 3  # names
+
+
+def first_uses(
+    code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: Iterable[str] = (),
+    stops: Iterable[str] = (),
+) -> set[str]:  # fmt: skip
+    """Return what may be the first use of `name`: LOAD, STORE, or END if there may be none. A loop within runs once.
+
+    start: the body of the first loop from this offset on is read; None: a whole function. calls: names that count as STORE.
+    stops: those that count as LOAD.
+    """
+    lines = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    loops = [place for place, one in enumerate(lines) if one.opname == "FOR_ITER" and one.offset >= (start or 0)]
+    loop = -1 if start is None else next(iter(loops), len(lines))
+    found, known, waiting = set[str](), set[int](), [loop + 1]
+    while waiting:
+        if (place := waiting.pop()) in known or place >= len(lines):
+            continue
+        known.add(place)
+        one = lines[place]
+        used = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # two in one, as of LOAD_FAST_LOAD_FAST
+        verbs = re.findall("LOAD|STORE", one.opname)
+        uses = [
+            verb for verb, which in zip(verbs, used, strict=False) if which == name and any(k in one.opname for k in of)
+        ]
+        uses += ["STORE"] if verbs and used[0] in calls else ["LOAD"] if verbs and used[0] in stops else []
+        if uses or one.opname.startswith(ENDS):
+            found.add(uses[0] if uses else "END")
+            continue
+        target = place
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            target = next(at for at, other in enumerate(lines) if other.offset >= one.argval)
+        if one.opname.startswith("JUMP_BACKWARD") and lines[target].opname == "FOR_ITER":
+            found |= {"END"} if target == loop else set()
+            end = lines[target].argval
+            waiting += [at for at, other in enumerate(lines) if other.offset >= end and target != loop][:1]
+        elif one.opname.startswith("JUMP"):
+            waiting.append(target)
+        else:
+            waiting += [place + 1] if one.opname == "FOR_ITER" else [place + 1, target]
+    return found
+
+
+def of_batches(code: CodeType) -> list[tuple[CodeType, int]]:
+    """Return where the loops over `step.batches` begin in this code."""
+    return [(code, one.offset) for one in dis.get_instructions(code) if one.argval == "batches"]
+
+
+def stores(function: object, attribute: str) -> set[str]:
+    """Return the `first_uses` of an attribute in a function that sets it, but for __init__; empty if it does not."""
+    function = getattr(function, "__func__", function)  # of a class method
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is None or code.co_name == "__init__" or attribute not in code.co_names:
+        return set()
+    if not any(one.opname == "STORE_ATTR" and one.argval == attribute for one in dis.get_instructions(code)):
+        return set()
+    return first_uses(code, None, attribute, of=ATTRIBUTES)
+
+
+def size_of(held: Any) -> tuple[Any, ...]:
+    """Return the length of a list or dictionary, and the numbers among its first parts."""
+    parts = list(held.values() if isinstance(held, dict) else held)[:MOST_PARTS]
+    return len(held), *(one for one in parts if type(one) in NUMBERS)
+
+
+def numbers_in(name: str, what: object, kind: type) -> dict[str, Any]:
+    """Return the numbers, and lengths of lists, of an object or a class, but for those that a method sets anew."""
+    held = dict[str, Any]()
+    for attribute, number in getattr(what, "__dict__", {}).items():
+        number = size_of(number) if isinstance(number, CONTAINERS) else number
+        if type(number) in (*NUMBERS, tuple) and not attribute.startswith("__"):
+            uses = [used for base in kind.__mro__ for one in vars(base).values() if (used := stores(one, attribute))]
+            if not uses or any("LOAD" in used for used in uses):  # else it is set anew, as by set_epoch
+                held[f"{name}.{attribute}"] = number
+    return held
+
+
+class Carried:
+    """The variables of the function that has the loop over `run.epochs`, in this frame.
+
+    saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`.
+    """
+
+    def __init__(
+        self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Iterable[nn.Module],
+        of_run: Callable[[], Mapping[str, Any]],
+    ):  # fmt: skip
+        self._frame: FrameType | None = frame
+        self._code, self._offset, self._say, self._saved, self._of_run = frame.f_code, frame.f_lasti, say, saved, of_run
+        modules = [*models, *(one for one in saved.values() if isinstance(one, nn.Module))]
+        self._shared = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
+        self._globals = frame.f_globals
+        self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
+        self._clocks = [clock() for clock in CLOCKS]
+        self._began, self._first = self._marks(), dict[str, Any]()
+
+    def end(self) -> None:
+        """Look no longer, and let the frame go."""
+        self._frame = None
+
+    def begin_steps(self, frame: FrameType) -> None:
+        """Look whether something has changed since the steps of the first epoch began. frame: of whoever takes them."""
+        self._loops = [self._loops[0], (frame.f_code, frame.f_lasti)]
+        if not self._first:
+            self._first = self._marks()
+        self.look()
+
+    def look(self, *, numbers: bool = False) -> None:
+        """Warn once of what has changed. numbers: of numbers only: within an epoch, others may be emptied at its end."""
+        now = self._marks(numbers=numbers) if self._frame is not None else {}
+        changed = [
+            name for name, mark in now.items()
+            if name in self._began and self._first.get(name, mark) is not mark and repr(self._first[name]) != repr(mark)
+        ]  # fmt: skip
+        if not changed:
+            return
+        known = tree_leaves([held for name, held in self._of_run().items() if name in self._code.co_names])
+        known += tree_leaves([one.state_dict() for one in self._saved.values() if not isinstance(one, nn.Module)])
+        texts, clocks = (
+            set(map(repr, known)),
+            [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)],
+        )
+        lost = [name for name in changed if self._is_carried(name) and repr(now[name]) not in texts]
+        lost = [
+            name for name in lost
+            if not (isinstance(now[name], float) and any(low <= now[name] <= high for low, high in clocks))
+        ]  # fmt: skip
+        if lost:
+            self.end()
+            what = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
+            remedy = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
+            where = "the program" if self._code.co_name == "<module>" else f"{self._code.co_name}()"
+            message = f"{what} of {where} is carried on from step to step or epoch to epoch, and no checkpoint has it"
+            self._say(f"warning: {message}: {remedy}")
+
+    def is_set_anew(self, kind: type, attribute: str) -> bool:
+        """Return whether the program sets this attribute of an object before it trains, in each forward pass, step or epoch.
+        What it sets after the steps of an epoch is lost if the run is resumed at its end."""
+        setters = [
+            name for name, one in (self._globals | dict(vars(kind))).items() if stores(one, attribute) == {"STORE"}
+        ]
+        if stores(getattr(kind, "forward", None), attribute) == {"STORE"}:
+            return True
+        stops = ["steps", "batches", *(code.co_name for code, _ in self._loops[1:])]
+        return any(
+            first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops) == {"STORE"}
+            for code, start in [*self._loops, *(one for code, _ in self._loops for one in of_batches(code))]
+        )
+
+    def _is_carried(self, name: str) -> bool:
+        variable = name.partition(".")[0]
+        if name.startswith(GLOBAL):
+            variable, of = name.removeprefix(GLOBAL), ("_GLOBAL",)
+            functions = [one.__code__ for one in self._globals.values() if isinstance(one, FunctionType)]
+            in_loop = first_uses(self._code, self._offset, variable, of=of)
+            others = [code for code in functions if variable in code.co_names and code is not self._code]
+            uses = [in_loop, *(first_uses(code, None, variable, of=of) for code in others)]
+            return in_loop != {"STORE"} and any("LOAD" in use for use in uses)
+        if ".sampler." in name and self.is_set_anew(Sampler, name.rpartition(".")[2]):
+            return False
+        if variable in self._code.co_cellvars or isinstance(self._globals.get(variable), type):
+            return True
+        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES)
+
+    def _marks(self, *, numbers: bool = False) -> dict[str, Any]:
+        """Return what shows whether variables change, and numbers of the program's own objects in them, by name."""
+        from hvdtrain.checkpoint.objects import mark_of, tensors_held
+
+        assert self._frame is not None
+        saved, marks = {id(one) for one in self._saved.values()}, dict[str, Any]()
+        held = self._frame.f_locals
+        for name, value in held.items():
+            if type(value) in NUMBERS:
+                marks[name] = value
+            elif numbers or id(value) in saved or isinstance(value, (Dataset, Sampler)):
+                continue
+            elif isinstance(value, CONTAINERS):
+                marks[name] = size_of(value)
+            elif isinstance(value, (Tensor, nn.Module)):
+                tensors = [value] if isinstance(value, Tensor) else [*value.parameters(), *value.buffers()]
+                if not any(id(one) in self._shared or one.grad_fn is not None for one in tensors):
+                    marks[name] = mark_of(tensors)
+            elif isinstance(value, DataLoader):
+                for sampler in (value.sampler, getattr(value.batch_sampler, "sampler", None)):
+                    for attribute, tensors in tensors_held(sampler).items():
+                        marks[f"{name}.sampler.{attribute}"] = mark_of(tensors)
+            elif self._is_own(type(value)):
+                marks |= numbers_in(name, value, type(value))
+        if held is not self._globals:
+            for name, value in self._globals.items():
+                if type(value) in NUMBERS:
+                    marks[GLOBAL + name] = value
+                elif isinstance(value, type) and not numbers and value.__module__ == self._globals.get("__name__"):
+                    marks |= numbers_in(name, value, value)
+        if type(held) is dict and held is not self._globals:  # before Python 3.13, a copy, which would stay
+            held.clear()
+        return marks
+
+    def _is_own(self, kind: type) -> bool:
+        """Return whether a class is the program's own: beside it."""
+        if kind.__module__.partition(".")[0] == "hvdtrain":
+            return False
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        return "site-packages" not in file and file.startswith(str(Path(self._code.co_filename).parent))

@@ -1,0 +1,186 @@
+"""What a program carries from step to step, or epoch to epoch, in variables of its own: a line says so.
+What it sets anew, or what a resumed run knows, is left alone."""
+
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from hvdtrain import training
+from tests.single.training.small import X, Y, flags_for
+
+USED = (AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)  # in the programs below
+SOURCE = """
+import time
+bad = 0
+def worse():
+    global bad
+    bad += 1
+def main(run, net, optimizer, data):
+    model, _ = run.prepare(net, optimizer)
+BEFORE
+    for epoch in run.epochs(3):
+HEAD
+        for step in run.steps(*data):
+            for x, y in step.batches():
+                step.backward((model(x) - y).square().mean())
+            step.update()
+            value = step.loss
+EACH
+TAIL
+"""
+
+
+class Buffer:
+    def __init__(self):
+        self.rows = []
+
+
+class Counted:
+    BAD = 0
+
+    @classmethod
+    def check(cls, value):
+        cls.BAD = 0 if value < 0 else cls.BAD + 1
+
+
+class Stop:
+    def __init__(self):
+        self.best, self.count = None, 0
+
+    def __call__(self, value):
+        if self.best is None or value < self.best:
+            self.best, self.count = value, 0
+        else:
+            self.count += 1
+
+
+class Meter:
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.total, self.number = 0.0, 0
+
+    def add(self, value):
+        self.total, self.number = self.total + value, self.number + 1
+
+
+class Order:
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class State:
+    def __init__(self):
+        self.best = 9.0
+
+    def state_dict(self):
+        return vars(self).copy()
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+WEIGHTED = (
+    "loader = DataLoader(TensorDataset(X, Y), 8, sampler=WeightedRandomSampler(torch.ones(40), 40))\ndata = (loader,)"
+)
+LOST = {  # by what the line names: before the loop, at the head of an epoch, after a step, at the end of an epoch
+    "best": ("best, bad = 9.0, 0", "", "", "if value < best:\n    best, bad = value, 0\nelse:\n    bad += 1"),
+    "best, bad": ("best, bad = None, 0", "", "", "bad += 1\nif best is None or value < best:\n    best = value"),
+    "mean": ("mean = 0.0", "", "mean = 0.9 * mean + 0.1 * value", ""),
+    "stage": ("stage = 1", "scale = stage", "if value < 9:\n    stage = 2", ""),
+    "losses": ("losses = []", "", "losses.append(value)", ""),
+    "kept['best']": ("kept = dict(best=9.0)", "", "", "kept['best'] = min(kept['best'], value)"),
+    "buffer.rows": ("buffer = Buffer()", "", "buffer.rows.append((x, y))", ""),
+    "stop.best": ("stop = Stop()", "", "", "stop(value)"),
+    "averaged": ("averaged = AveragedModel(net)", "", "averaged.update_parameters(net)", ""),
+    "centre": ("centre = torch.zeros(1)", "", "centre = 0.9 * centre + 0.1 * y.mean()", ""),
+    "the global bad": ("", "", "", "worse()"),
+    "Counted.BAD": ("", "", "", "Counted.check(value)"),
+    "loader.sampler.weights": (WEIGHTED, "", "", "loader.sampler.weights = 1.0 + torch.rand(40).double()"),
+    "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
+}
+KEPT = {
+    "reset": ("total = 0.0\nparts = []", "total = 0.0", "total += value\nparts.append(value)", "parts.clear()"),
+    "last": ("last = 0.0", "", "last = value", "print(last)"),
+    "rate": ("rate = 1.0", "rate = 1 / (1 + epoch)", "step.lr = rate", ""),
+    "clock": ("began = time.time()", "", "", "print(time.time() - began)\nbegan = time.time()"),
+    "state": ("number = run.state.step", "", "number += 1", "print(number)"),
+    "best": (
+        "best = run.best.value if run.best else 9.0", "", "",
+        "with run.evaluating(40):\n    run.record(loss=0 * Y + value)\nbest = min(best, run.evaluation['loss'])",
+    ),
+    "registered": (
+        "held = State()\nrun.register(held=held)\nbest = held.best", "", "", "best = held.best = min(best, value)"
+    ),
+    "meter": ("meter = Meter()", "meter.reset()", "meter.add(value)", "print(meter.total / meter.number)"),
+    "after": ("meter = Meter()\nmore = []", "", "meter.add(value)\nmore.append(value)", "meter.reset()\nmore.clear()"),
+    "order": ("order = Order()", "order.set_epoch(epoch)", "print(order.epoch)", ""),
+    "weights": (WEIGHTED, "loader.sampler.weights = 1.0 + torch.rand(40).double()", "", ""),
+    "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
+}  # fmt: skip
+
+
+def trained(tmp_path, net, before="", head="", each="", tail=""):
+    parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8)}
+    source = SOURCE
+    for name, (text, columns) in parts.items():
+        source = source.replace(name, textwrap.indent(text, " " * columns))
+    program = globals() | {}
+    exec(compile(source, __file__, "exec"), program)
+    with training.start(flags_for("--checkpoint-steps", "2", "--output-dir", str(tmp_path), epochs=3)) as run:
+        program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01), (X, Y))
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsys):
+    """A resumed run began with its first value: another patience, exit code 0."""
+    trained(tmp_path, nn.Linear(3, 1), *LOST[name])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    what = name.partition("[")[0]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"warning: {what} of main() is carried on from step to step or epoch to epoch, and no")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_variable_that_is_set_anew_or_that_a_resumed_run_knows_is_left_alone(name, tmp_path, capsys):
+    trained(tmp_path, nn.Linear(3, 1), *KEPT[name])
+    assert "warning: " not in capsys.readouterr().out
+
+
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.last = nn.Linear(3, 1), 1.0, 0.0
+
+    def forward(self, x):
+        self.last = x.mean().item()
+        return self.layer(x) * self.scale
+
+    def set_scale(self, scale):
+        self.scale = scale
+
+
+ANEW = [
+    ("", "net.scale = 1 - run.progress", "", 0),
+    ("", "if epoch > 0:\n    net.scale = 0.5\nelse:\n    net.scale = 0.2", "", 0),
+    ("", "for layer in (net, model):\n    layer.set_scale(1 - run.progress)", "", 0),
+    ("", "", "net.scale = 0.5 / (1 + step.number)", 1),  # which the next step uses
+    ("", "if epoch == 1:\n    net.scale = 0.5", "", 1),
+    ("", "", "net.scale *= 0.9", 1),
+    ("", "", "if value < 9:\n    net.set_scale(0.5)", 1),
+]
+
+
+@pytest.mark.parametrize(("before", "head", "each", "told"), ANEW, ids=range(len(ANEW)))
+def test_what_a_program_sets_anew_in_a_model_is_left_alone(before, head, each, told, tmp_path, capsys):
+    """A temperature by run.progress was said to be lost, and so was what each forward pass computes."""
+    trained(tmp_path, Warm(), before, head, each)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of a model has changed" in line]
+    assert [line.split()[1] for line in lines] == ["scale"] * told
