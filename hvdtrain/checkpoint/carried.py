@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
-NUMBERS = (bool, int, float, type(None))
+PLAIN_NUMBERS = (bool, int, float, type(None))
 CONTAINERS = (list, dict, set, deque)
-MOST_PARTS = 1_000
-GLOBAL = "the global "  # before the name of a variable of the module
+MOST_ELEMENTS = 1_000
+THE_GLOBAL = "the global "  # before the name of a variable of the module
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN = 3  # names
 
@@ -88,8 +88,8 @@ def stores(function: object, attribute: str) -> set[str]:
 
 def size_of(held: Any) -> tuple[Any, ...]:
     """Return the length of a list or dictionary, and the numbers among its first parts."""
-    parts = list(held.values() if isinstance(held, dict) else held)[:MOST_PARTS]
-    return len(held), *(one for one in parts if type(one) in NUMBERS)
+    parts = list(held.values() if isinstance(held, dict) else held)[:MOST_ELEMENTS]
+    return len(held), *(one for one in parts if type(one) in PLAIN_NUMBERS)
 
 
 def numbers_in(name: str, what: object, kind: type) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def numbers_in(name: str, what: object, kind: type) -> dict[str, Any]:
     held = dict[str, Any]()
     for attribute, number in getattr(what, "__dict__", {}).items():
         number = size_of(number) if isinstance(number, CONTAINERS) else number
-        if type(number) in (*NUMBERS, tuple) and not attribute.startswith("__"):
+        if type(number) in (*PLAIN_NUMBERS, tuple) and not attribute.startswith("__"):
             uses = [used for base in kind.__mro__ for one in vars(base).values() if (used := stores(one, attribute))]
             if not uses or any("LOAD" in used for used in uses):  # else it is set anew, as by set_epoch
                 held[f"{name}.{attribute}"] = number
@@ -178,8 +178,8 @@ class Carried:
 
     def _is_carried(self, name: str) -> bool:
         variable = name.partition(".")[0]
-        if name.startswith(GLOBAL):
-            variable, of = name.removeprefix(GLOBAL), ("_GLOBAL",)
+        if name.startswith(THE_GLOBAL):
+            variable, of = name.removeprefix(THE_GLOBAL), ("_GLOBAL",)
             functions = [one.__code__ for one in self._globals.values() if isinstance(one, FunctionType)]
             in_loop = first_uses(self._code, self._offset, variable, of=of)
             others = [code for code in functions if variable in code.co_names and code is not self._code]
@@ -199,7 +199,7 @@ class Carried:
         saved, marks = {id(one) for one in self._saved.values()}, dict[str, Any]()
         held = self._frame.f_locals
         for name, value in held.items():
-            if type(value) in NUMBERS:
+            if type(value) in PLAIN_NUMBERS:
                 marks[name] = value
             elif numbers or id(value) in saved or isinstance(value, (Dataset, Sampler)):
                 continue
@@ -217,8 +217,8 @@ class Carried:
                 marks |= numbers_in(name, value, type(value))
         if held is not self._globals:
             for name, value in self._globals.items():
-                if type(value) in NUMBERS:
-                    marks[GLOBAL + name] = value
+                if type(value) in PLAIN_NUMBERS:
+                    marks[THE_GLOBAL + name] = value
                 elif isinstance(value, type) and not numbers and value.__module__ == self._globals.get("__name__"):
                     marks |= numbers_in(name, value, value)
         if type(held) is dict and held is not self._globals:  # before Python 3.13, a copy, which would stay
