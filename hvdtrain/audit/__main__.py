@@ -143,7 +143,7 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
         no_kill = "no kill was made while one was written"
         lines.append(f"No file as large as half of the weights was seen under {{out}}: {no_kill}.")
     performed = sum(row["verdicts"]["resumes"].status != "not seen" for row in rows if row["verdicts"])
-    held = f"All that was seen held, in {performed} kills."
+    held = f"All that was seen held, in {performed} kill{'s' * (performed > 1)}."
     if failed:
         held = f"{len(failed)} of {len(GUARANTEES)} guarantees fail."
     elif not performed:

@@ -115,6 +115,8 @@ class Program:
             kill_all(log)
             process.wait()
             copying.join(5)
+        if Path(f"{log}.lost").exists():
+            raise NotAudited(f"{self.folder} is full, and what a rank did is not known: choose another --output-dir")
         files = {str(path.relative_to(out)): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
         texts = {"its output": said} | {name: out / name for name, size in files.items() if size < 1 << 24}
         found = metrics(self.metric_regex, texts)

@@ -5,7 +5,11 @@ What is set anew in each step or epoch is not lost, so the code of the loop is r
 sets it.
 """
 
+import bisect
+import contextlib
 import dis
+import functools
+import inspect
 import re
 import sys
 import time
@@ -27,11 +31,14 @@ MOST_ELEMENTS = 1_000
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN = 3  # names
+# Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
+OF_THE_PROGRAM = contextlib.suppress(Exception)
 
 
+@functools.cache
 def first_uses(
-    code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: Iterable[str] = (),
-    stops: Iterable[str] = (),
+    code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
+    stops: tuple[str, ...] = (),
 ) -> set[str]:  # fmt: skip
     """Return what may be the first use of `name`: LOAD, STORE, or END if there may be none. A loop within runs once.
 
@@ -39,6 +46,7 @@ def first_uses(
     stops: those that count as LOAD.
     """
     lines = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    offsets = [one.offset for one in lines]
     loops = [place for place, one in enumerate(lines) if one.opname == "FOR_ITER" and one.offset >= (start or 0)]
     loop = -1 if start is None else next(iter(loops), len(lines))
     found, known, waiting = set[str](), set[int](), [loop + 1]
@@ -58,11 +66,10 @@ def first_uses(
             continue
         target = place
         if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
-            target = next(at for at, other in enumerate(lines) if other.offset >= one.argval)
+            target = bisect.bisect_left(offsets, one.argval)
         if one.opname.startswith("JUMP_BACKWARD") and lines[target].opname == "FOR_ITER":
             found |= {"END"} if target == loop else set()
-            end = lines[target].argval
-            waiting += [at for at, other in enumerate(lines) if other.offset >= end and target != loop][:1]
+            waiting += [bisect.bisect_left(offsets, lines[target].argval)] if target != loop else []
         elif one.opname.startswith("JUMP"):
             waiting.append(target)
         else:
@@ -79,11 +86,14 @@ def stores(function: object, attribute: str) -> set[str]:
     """Return the `first_uses` of an attribute in a function that sets it, but for __init__; empty if it does not."""
     function = getattr(function, "__func__", function)  # of a class method
     code = function.__code__ if isinstance(function, FunctionType) else None
-    if code is None or code.co_name == "__init__" or attribute not in code.co_names:
-        return set()
-    if not any(one.opname == "STORE_ATTR" and one.argval == attribute for one in dis.get_instructions(code)):
+    if code is None or code.co_name == "__init__" or attribute not in attributes_set(code):
         return set()
     return first_uses(code, None, attribute, of=ATTRIBUTES)
+
+
+@functools.cache
+def attributes_set(code: CodeType) -> set[str]:
+    return {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
 
 
 def size_of(held: Any) -> tuple[Any, ...]:
@@ -121,7 +131,9 @@ class Carried:
         self._globals = frame.f_globals
         self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
         self._clocks = [clock() for clock in CLOCKS]
-        self._began, self._first = self._marks(), dict[str, Any]()
+        self._began, self._first = dict[str, Any](), dict[str, Any]()
+        with OF_THE_PROGRAM:
+            self._began = self._marks()
 
     def end(self) -> None:
         """Look no longer, and let the frame go."""
@@ -130,29 +142,31 @@ class Carried:
     def begin_steps(self, frame: FrameType) -> None:
         """Look whether something has changed since the steps of the first epoch began. frame: of whoever takes them."""
         self._loops = [self._loops[0], (frame.f_code, frame.f_lasti)]
-        if not self._first:
-            self._first = self._marks()
+        with OF_THE_PROGRAM:
+            self._first = self._first or self._marks()
         self.look()
 
     def look(self, *, numbers: bool = False) -> None:
         """Warn once of what has changed. numbers: of numbers only: within an epoch, others may be emptied at its end."""
+        with OF_THE_PROGRAM:
+            self._look(numbers)
+
+    def _look(self, numbers: bool) -> None:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
         changed = [
             name for name, mark in now.items()
             if name in self._began and self._first.get(name, mark) is not mark and repr(self._first[name]) != repr(mark)
         ]  # fmt: skip
-        if not changed:
+        if not (lost := [name for name in changed if self._is_carried(name)]):
             return
         known = tree_leaves([held for name, held in self._of_run().items() if name in self._code.co_names])
         known += tree_leaves([one.state_dict() for one in self._saved.values() if not isinstance(one, nn.Module)])
-        texts, clocks = (
-            set(map(repr, known)),
-            [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)],
-        )
-        lost = [name for name in changed if self._is_carried(name) and repr(now[name]) not in texts]
+        texts = {repr(one) for one in known if type(one) in PLAIN_NUMBERS}
+        clocks = [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)]
         lost = [
             name for name in lost
-            if not (isinstance(now[name], float) and any(low <= now[name] <= high for low, high in clocks))
+            if repr(now[name]) not in texts
+            and not (isinstance(now[name], float) and any(low <= now[name] <= high for low, high in clocks))
         ]  # fmt: skip
         if lost:
             self.end()
@@ -165,12 +179,16 @@ class Carried:
     def is_set_anew(self, kind: type, attribute: str) -> bool:
         """Return whether the program sets this attribute of an object before it trains, in each forward pass, step or epoch.
         What it sets after the steps of an epoch is lost if the run is resumed at its end."""
-        setters = [
-            name for name, one in (self._globals | dict(vars(kind))).items() if stores(one, attribute) == {"STORE"}
-        ]
+        with OF_THE_PROGRAM:
+            return self._is_set_anew(kind, attribute)
+        return False
+
+    def _is_set_anew(self, kind: type, attribute: str) -> bool:
+        functions = (self._globals | dict(vars(kind))).items()
+        setters = tuple(name for name, one in functions if stores(one, attribute) == {"STORE"})
         if stores(getattr(kind, "forward", None), attribute) == {"STORE"}:
             return True
-        stops = ["steps", "batches", *(code.co_name for code, _ in self._loops[1:])]
+        stops = ("steps", "batches", *(code.co_name for code, _ in self._loops[1:]))
         return any(
             first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops) == {"STORE"}
             for code, start in [*self._loops, *(one for code, _ in self._loops for one in of_batches(code))]
@@ -221,7 +239,8 @@ class Carried:
                     marks[THE_GLOBAL + name] = value
                 elif isinstance(value, type) and not numbers and value.__module__ == self._globals.get("__name__"):
                     marks |= numbers_in(name, value, value)
-        if type(held) is dict and held is not self._globals:  # before Python 3.13, a copy, which would stay
+        # Of a function, before Python 3.13, a copy that would stay; of others, the program's own names.
+        if type(held) is dict and self._code.co_flags & inspect.CO_OPTIMIZED:
             held.clear()
         return marks
 

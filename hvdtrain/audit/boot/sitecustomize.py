@@ -244,7 +244,11 @@ class Recorder:
             self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         if self.limit:
             limit_file_size(None)
-        os.write(self.log, (json.dumps({"kind": kind, **line}, default=str) + "\n").encode())
+        text, written = (json.dumps({"kind": kind, **line}, default=str) + "\n").encode(), 0
+        with contextlib.suppress(OSError):
+            written = os.write(self.log, text)
+        if written < len(text):  # a full disk: an empty file still has room
+            Path(f"{ORDER['log']}.lost").touch()
         if self.limit:
             limit_file_size(self.limit)
 

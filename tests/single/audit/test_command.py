@@ -64,6 +64,20 @@ def test_a_sound_program(server, audited, tmp_path):
     assert not list((tmp_path / "audit/out").iterdir())
 
 
+def test_lines_for_which_a_disk_has_no_room_are_missed(audited, tmp_path):
+    """Else steps that were recorded in part are judged."""
+    (tmp_path / "own.py").write_text("""if True:
+        import errno, os, torch
+        w, write = torch.nn.Parameter(torch.ones(1)), os.write
+        for step in range(9):
+            os.write = write if step < 4 else lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room"))
+            w.square().sum().backward()
+            torch.optim.SGD([w], 0.1).step()
+    """)
+    code, _, progress = audited("--", "own.py", "{out}")
+    assert (code, "audit is full, and what a rank did is not known: choose" in progress) == (2, True), progress
+
+
 def test_another_command_goes_on_with_another_number_of_ranks(server, audited, tmp_path):
     """The first command line can't: it would start as many ranks again. What the runs wrote is kept."""
     again = " ".join(program(server, "none", 2))

@@ -76,6 +76,12 @@ class Order:
         self.epoch = epoch
 
 
+class Odd:
+    @property
+    def __dict__(self):
+        raise RuntimeError("not for others")
+
+
 class State:
     def __init__(self):
         self.best = 9.0
@@ -123,6 +129,7 @@ KEPT = {
     "after": ("meter = Meter()\nmore = []", "", "meter.add(value)\nmore.append(value)", "meter.reset()\nmore.clear()"),
     "order": ("order = Order()", "order.set_epoch(epoch)", "print(order.epoch)", ""),
     "weights": (WEIGHTED, "loader.sampler.weights = 1.0 + torch.rand(40).double()", "", ""),
+    "odd": ("odd = Odd()", "", "", ""),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
 
@@ -152,6 +159,17 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
 def test_a_variable_that_is_set_anew_or_that_a_resumed_run_knows_is_left_alone(name, tmp_path, capsys):
     trained(tmp_path, nn.Linear(3, 1), *KEPT[name])
     assert "warning: " not in capsys.readouterr().out
+
+
+def test_a_program_that_is_executed_with_names_of_its_own_keeps_them(tmp_path):
+    """Of a function, names are read as a copy, which is emptied: here, they are the program's own."""
+    body = SOURCE[SOURCE.index("    model, _") :]
+    source = textwrap.dedent("".join(line for line in body.splitlines(keepends=True) if not line.strip().isupper()))
+    with training.start(flags_for("--output-dir", str(tmp_path), epochs=2)) as run:
+        net = nn.Linear(3, 1)
+        own = dict(run=run, net=net, optimizer=torch.optim.SGD(net.parameters(), 0.01), data=(X, Y), kept=7)
+        exec(compile(source, __file__, "exec"), {}, own)
+    assert (own["kept"], own["epoch"]) == (7, 2)
 
 
 class Warm(nn.Module):
