@@ -96,7 +96,7 @@ class Length(NamedTuple):
         done, unit = (state.step, "step") if epochs is None else (state.epoch + (state.samples_of_epoch > 0), "epoch")
         if number and number < done:  # 0: no training is wanted
             begun = f"{unit} {done} has been reached: continue with at least {done}, or use another --output-dir"
-            raise UserError(f"run.epochs() for {number} {unit}s, but {begun}", everywhere=True)
+            raise UserError(f"run.epochs() for {number} {unit}{'s' * (number != 1)}, but {begun}", everywhere=True)
         goals = {name: goal for name, goal in (stop_at or {}).items() if goal is not None}
         for name in goals.keys() - metrics.keys():
             raise UserError(f'stop_at: {name} has no direction: training.start(flags, metrics={{"{name}": "max"}})')

@@ -71,8 +71,8 @@ def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_
     assert program(tmp_path, epochs=4, patience=None) == []
     *_, finished, last = capsys.readouterr().out.splitlines()
     assert (finished.split(":")[0], best in last) == ("this run has finished", True)
-    with pytest.raises(UserError, match=r"for 2 epochs, but epoch 4 has been reached"):
-        program(tmp_path, epochs=2, patience=None)
+    with pytest.raises(UserError, match=r"for 1 epoch, but epoch 4 has been reached"):
+        program(tmp_path, epochs=1, patience=None)
     said = capsys.readouterr().out
     assert "instead of" not in said, "a length that is refused"
     program(tmp_path, epochs=0, patience=None)  # no training is wanted
