@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from hvdtrain.checkpoint.own import checksums
 from hvdtrain.engines.accelerators import read_scalars, recorded
@@ -182,9 +182,10 @@ class Evaluation:
 
     def _number(self) -> int | None:
         """Return the number of batches of this process's ranks, of a data set whose length is known."""
-        if isinstance(self._data.dataset, IterableDataset) or self._data.batch_size is None:
+        try:
+            samples, size = len(self._data.sampler), int(self._data.batch_size)
+        except TypeError:  # a stream, a sampler without a length, or one of batches
             return None
-        samples, size = len(self._data.sampler), int(self._data.batch_size)
         samples -= samples % size if self._data.drop_last else 0
         parts = [range(samples)[shard(samples, rank, self._engine.size)] for rank in self._engine.own]
         return sum(-(-len(part) // size) for part in parts)
