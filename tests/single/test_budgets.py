@@ -63,7 +63,7 @@ BUDGETS = {
     "tests/bench": 1680,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1640,
     "tests/device": 660,
-    "tests/e2e": 6840,  # with a loss of one rank, a stop under Slurm, trainers of others, virtual ranks, a killed script
+    "tests/e2e": 6860,  # with lines of pages, a stop under Slurm, trainers of others, virtual ranks, a killed script
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
