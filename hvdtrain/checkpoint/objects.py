@@ -214,7 +214,7 @@ class Objects:
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._beside: dict[str, object] | None = None  # what modules held when training began
         self._restored: dict[str, int] = {}  # checksums of the weights that were restored, until training begins
-        self.carried: Carried | None = None  # what the program itself carries on, from the loop over `run.epochs` on
+        self.carried: Carried | None = None  # on the rank that writes, from the loop over `run.epochs` on
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:

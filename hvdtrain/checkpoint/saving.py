@@ -4,9 +4,10 @@ The position in training and what describes the run are here. objects.py has wha
 rank has of its own.
 """
 
+import contextlib
 import errno
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -125,7 +126,6 @@ class Checkpoints:
         self._last_good: str | None = None
         self._writer: Writer | None = None
         self._ends = False  # training is over
-        self.carried: Carried | None = None  # on the rank that writes, from the loop over `run.epochs` on
         self._read_back = False  # the first checkpoint of this run
 
     def open(self, data: Mapping[str, object]) -> None:
@@ -204,17 +204,27 @@ class Checkpoints:
         """Return each rank's position in its stream; None if there is none."""
         return self._position.of_ranks
 
-    def begin_loop(self, frame: FrameType, of_run: Callable[[], Facts]) -> None:
-        """Look after what the function with the loop over `run.epochs`, whose frame this is, carries on in variables."""
-        if self.output.output_dir is not None and self.writes:
-            prepared = self.objects.prepared
-            saved = self.registered | self.generators.registered
-            self.carried = self.objects.carried = Carried(frame, self.output.say, saved, prepared.models, of_run)
+    @contextlib.contextmanager
+    def looking_after(self, frame: FrameType, of_run: Callable[[], Facts]) -> Iterator[None]:
+        """Context manager in which is said what a function carries on in variables, and no checkpoint has.
 
-    def end_loop(self) -> None:
-        """Let that frame go."""
-        if self.carried is not None:
-            self.carried.end()
+        frame: of the function, which has the loop over `run.epochs`; it is let go at the end.
+        """
+        objects = self.objects
+        if self.output.output_dir is not None and self.writes:
+            saved = self.registered | self.generators.registered
+            objects.carried = Carried(frame, self.output.say, saved, objects.prepared.models, of_run)
+        del frame
+        try:
+            yield
+        finally:
+            if objects.carried is not None:
+                objects.carried.end()
+
+    def begin_steps(self, frame: FrameType) -> None:
+        """Look whether something has changed that it carries on. frame: of whoever takes the steps of an epoch."""
+        if self.objects.carried is not None:
+            self.objects.carried.begin_steps(frame)
 
     def begin_epoch(self) -> None:
         """Note what an epoch begins with."""

@@ -80,7 +80,7 @@ class Collectives(ABC):
         them, which is the only one if the values are alike.
         """
         encoded = json.dumps(value).encode()
-        if self.size > MANY and self.same_on_all(name.encode() + b"\n" + encoded, name):
+        if self.size > MANY and self.same_on_all(encoded, name):
             return [json.loads(encoded) for _ in range(self.size)]
         text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         first = torch.zeros(16 + FIRST_BYTES, dtype=torch.uint8)  # two numbers, and what of the text has room
@@ -98,8 +98,10 @@ class Collectives(ABC):
         return [json.loads(one) for one in texts]
 
     def same_on_all(self, content: bytes, name: str) -> bool:
-        """Return whether all ranks call this with the same bytes. A collective that sends 64 bytes of each."""
-        digest = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.int64)
+        """Return whether all ranks call this with the same bytes and name. A collective that sends 64 bytes of each."""
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(name.encode() + b"\n" + content).digest()), dtype=torch.int64
+        )
         most, least = both = torch.stack([digest, ~digest])  # the largest ~x is that of the least x
         self.all_reduce_first_(both, "max", f"{name}.alike")
         return torch.equal(most, ~least)

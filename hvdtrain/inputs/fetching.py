@@ -12,8 +12,6 @@ from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, 
 from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
-
-
 CACHE = "a cache of random samples (keep them there as they are before the augmentation)"
 
 
@@ -58,7 +56,7 @@ class Samples(Travels, Dataset[Any]):
         if epoch == COMPARISON:
             return Fetched(self.compared(numbers), 0)
         before = self.own_state() if self.unwatched else None
-        cached = before is not None and has_cache(self.dataset) and self.draws(epoch, numbers[:1])
+        cached = before is not None and has_cache(self.dataset) and self.draws(epoch, numbers[0])
         try:
             samples = self.samples(epoch, numbers)
             batch = self.collate(samples)
@@ -69,16 +67,16 @@ class Samples(Travels, Dataset[Any]):
         if before is None:
             return Fetched(batch, count)
         self.unwatched = False
-        if cached and not self.draws(epoch, numbers[:1]):
+        if cached and not self.draws(epoch, numbers[0]):
             return Fetched(batch, count, drifted=CACHE)
         return Fetched(batch, count, drifted=drifted(before, self.own_state()))
 
-    def draws(self, epoch: int, numbers: Sequence[int]) -> bool:
-        """Return whether reading these samples draws random numbers."""
+    def draws(self, epoch: int, number: int) -> bool:
+        """Return whether reading the sample with this number draws random numbers."""
         with kept():
-            self.samples(epoch, numbers)
+            self.samples(epoch, [number])
             after = global_state()
-            seed_generators(mixed_seed(self.seed, epoch, *(["list"] if takes_lists(self.dataset) else []), *numbers))
+            self._seed(epoch, [number], as_list=takes_lists(self.dataset))
             return global_state() != after
 
     def own_state(self) -> dict[str, Any]:
@@ -94,14 +92,19 @@ class Samples(Travels, Dataset[Any]):
     def samples(self, epoch: int, numbers: Sequence[int]) -> Any:
         """Return the samples with these numbers: k * `count` + index, if a sampler has drawn an index k times before."""
         if takes_lists(self.dataset):
-            seed_generators(mixed_seed(self.seed, epoch, "list", *numbers))
+            self._seed(epoch, numbers, as_list=True)
             return self.dataset.__getitems__([number % self.count for number in numbers])
         samples = []
         for number in numbers:
-            again, index = divmod(number, self.count)
-            seed_generators(mixed_seed(self.seed, epoch, index, *([again] if again else [])))
-            samples.append(self.dataset[index])
+            self._seed(epoch, [number], as_list=False)
+            samples.append(self.dataset[number % self.count])
         return samples
+
+    def _seed(self, epoch: int, numbers: Sequence[int], *, as_list: bool) -> None:
+        """Seed the generators for samples that are read as a list, or for a single one."""
+        again, index = divmod(numbers[0], self.count)
+        parts = ["list", *numbers] if as_list else [index, *([again] if again else [])]
+        seed_generators(mixed_seed(self.seed, epoch, *parts))
 
 
 def takes_lists(dataset: Any) -> bool:

@@ -128,16 +128,17 @@ class Recorded:
 class Part(Iterator[Any]):
     """A rank's batches of a test set, of which programs ask how many they are."""
 
-    def __init__(self, batches: Iterator[Any], number: int | None):
+    def __init__(self, batches: Iterator[Any], number: Callable[[], int]):
         self._batches, self._number = batches, number
 
     def __next__(self) -> Any:
         return next(self._batches)
 
     def __len__(self) -> int:
-        if self._number is None:
-            raise TypeError("the number of batches of this test set is not known: count them")
-        return self._number
+        try:
+            return self._number()
+        except (TypeError, NotImplementedError):  # a stream, a sampler without a length, or one of batches
+            raise TypeError("the number of batches of this test set is not known: count them") from None
 
 
 class Evaluation:
@@ -174,18 +175,15 @@ class Evaluation:
         engine = self._engine
         if not self.whole:
             batches = self._batches(self._loaded(engine.rank))
-            return Part(batches, self._number()) if isinstance(self._data, DataLoader) else batches
+            return Part(batches, self._number) if isinstance(self._data, DataLoader) else batches
         # The script computes its one part at once. Where this process has several ranks, that is all samples.
         part = slice(0, self._data) if engine.takes_turns else slice(engine.rank, self._data, engine.size)
         self._recorded[engine.rank].samples = len(range(self._data)[part])
         return part
 
-    def _number(self) -> int | None:
-        """Return the number of batches of this process's ranks, of a data set whose length is known."""
-        try:
-            samples, size = len(self._data.sampler), int(self._data.batch_size)
-        except TypeError:  # a stream, a sampler without a length, or one of batches
-            return None
+    def _number(self) -> int:
+        """Return the number of batches of this process's ranks. Raises TypeError if it is not known."""
+        samples, size = len(self._data.sampler), int(self._data.batch_size)
         samples -= samples % size if self._data.drop_last else 0
         parts = [range(samples)[shard(samples, rank, self._engine.size)] for rank in self._engine.own]
         return sum(-(-len(part) // size) for part in parts)

@@ -187,20 +187,20 @@ class Run(RunTools):
         if facts is not None and (why := self.length.ended(self.state, metrics, facts)):
             self.say(why)
             return
-        self.checkpoints.begin_loop(caller, lambda: {"state": asdict(self.state), "best": self.best})
-        del caller
-        while self.length.is_left(self.state):
-            if self.length.goals and self.length.reached(self.evaluation, metrics):
-                break
-            self.stage = Stage.HEAD
-            self.checkpoints.begin_epoch()
-            self.clock.restart()
-            self._in_loop = True
-            try:
-                yield self.state.epoch
-            finally:  # also if the script leaves the loop by `break`
-                self._in_loop = False
-            self._close_epoch()
+        with self.checkpoints.looking_after(caller, lambda: {"state": asdict(self.state), "best": self.best}):
+            del caller
+            while self.length.is_left(self.state):
+                if self.length.goals and self.length.reached(self.evaluation, metrics):
+                    break
+                self.stage = Stage.HEAD
+                self.checkpoints.begin_epoch()
+                self.clock.restart()
+                self._in_loop = True
+                try:
+                    yield self.state.epoch
+                finally:  # also if the script leaves the loop by `break`
+                    self._in_loop = False
+                self._close_epoch()
 
     # ---- the loop over steps
 
@@ -215,8 +215,7 @@ class Run(RunTools):
         self.require_head()
         self.prepared().require_same_parameters()
         self.stage = Stage.STEPS
-        if self.checkpoints.carried is not None:
-            self.checkpoints.carried.begin_steps(sys._getframe(1))
+        self.checkpoints.begin_steps(sys._getframe(1))
         steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())
         reference = weakref.ref(steps)
         return steps
@@ -359,7 +358,6 @@ class Run(RunTools):
 
     def leave_loop(self) -> None:
         """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
-        self.checkpoints.end_loop()
         if not self._in_epoch:
             return
         at_head = self.stage is Stage.HEAD and not self.state.samples_of_epoch

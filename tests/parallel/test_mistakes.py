@@ -287,7 +287,7 @@ def test_weights_that_change_on_each_rank_alone_are_noticed_in_the_first_step(en
 def test_a_model_in_another_one_is_refused_where_its_gradients_would_be_reduced_twice(engine, inner_first):
     """A loss that holds the model, and is given to run.prepare beside it, was a traceback of DDP's."""
     if engine.name != "ddp" or engine.size == 1:
-        pytest.skip("DDP has a reducer for each model")
+        pytest.skip("needs two ranks of ddp: it alone has a reducer for each model")
     outer = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     models = (outer[0], outer) if inner_first else (outer, outer[0])
     with (

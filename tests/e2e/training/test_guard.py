@@ -1,4 +1,4 @@
-"""Stop signals, flipped bits, ranks that hang or die: real launchers, bounded time."""
+"""Stop signals, gradients that are not finite, flipped bits, ranks that hang or die: real launchers, bounded time."""
 
 import itertools
 import os
@@ -110,6 +110,23 @@ def test_without_a_launcher_the_others_end_too(number, said, tmp_path):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("", ", the loss; "), ("--find-non-finite", ", input of 0 (Conv2d); "), ("--max-skipped 1", ", the loss; ")],
+)
+def test_gradients_that_are_not_finite_name_step_rank_and_layer(flags, said, tmp_path):
+    attack = dict(rank=1, point="load", count=5, kind="nan")
+    done = attacked(tmp_path, flags=f"{flags} --epochs 1", attack=attack)
+    skipped = "skipped" in flags
+    assert done.code == (0 if skipped else 1), done
+    (event,) = events(tmp_path, "error")
+    assert "step 5: gradients are not finite: rank 1 on " in event["message"]
+    assert said in event["message"]
+    if skipped:
+        assert events(tmp_path, "end")[0]["test_loss"] < 100  # no NaN, in the running statistics either
 
 
 @pytest.mark.slow
