@@ -28,6 +28,7 @@ from hvdtrain.engines.modules import (
     COUNTER,
     buffers_of_models,
     is_extra,
+    named_parameters,
     prefixes_of_models,
     running_statistics,
     uncompiled_name,
@@ -322,12 +323,14 @@ class ExtraState(Provider):
 
 
 class Modes(Provider):
-    """Which modules are in evaluation mode, of models and registered ones. On another number of ranks: as on rank 0."""
+    """Which modules are in evaluation mode, of models and registered ones, and which parameters of models are frozen or
+    trained since the loop began. On another number of ranks: as on rank 0."""
 
     def __init__(self, models: Sequence[nn.Module], replicas: Sequence[nn.Module], registered: Mapping[str, Any]):
         """registered: objects by name, also later ones."""
         self._models, self._replicas, self._registered = models, replicas, registered
-        self._in_loop: list[str] | None = None  # modules in evaluation mode in the loop over epochs; None: not known
+        self._in_loop: list[str] | None = None  # both, by name, in the loop over epochs; None: not known
+        self._began: list[tuple[str, nn.Parameter, bool]] = []  # whether each was trained when the loop began
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
         tops = list(zip(prefixes_of_models(self._models), self._models, strict=True))
@@ -336,22 +339,29 @@ class Modes(Provider):
             for path, module in top.named_modules():
                 yield prefix + uncompiled_name(f"{path}."), module
 
+    def begin(self) -> None:
+        """Note which parameters the program itself has frozen before its loop."""
+        self._began = [(f"{name} trained", one, one.requires_grad) for name, one in named_parameters(self._models)]
+
     def state(self, moment: Moment) -> Any:
         # Outside of the loop, the program sets modes before and after it, and does that again in a resumed run.
         if not moment.outside:
             self._in_loop = list(dict.fromkeys(name for name, module in self._named() if not module.training))
+            self._in_loop += [name for name, one, trained in self._began if one.requires_grad != trained]
         return self._in_loop or None
 
     def load(self, saved: Saved) -> None:
         self._in_loop = saved.state or []
 
     def set(self) -> None:
-        """Give the modules the modes of the checkpoint, if the run is resumed."""
+        """Give modules and parameters what the checkpoint has, if the run is resumed."""
         if self._in_loop is None:
             return
-        evaluated = set(self._in_loop)
+        changed = set(self._in_loop)
         for name, module in self._named():
-            module.training = name not in evaluated
+            module.training = name not in changed
+        for name, parameter, trained in self._began:
+            parameter.requires_grad_(trained != (name in changed))
         for model, replica in zip(self._models, self._replicas, strict=True):
             replica.training = model.training
 

@@ -47,6 +47,7 @@ class ResumedEpoch:
 
     def note(self, state: TrainState) -> None:
         """Note all states as of the last step, before the program comes to the head of the epoch, if that is resumed."""
+        self._modes.begin()
         if state.step:  # else the program has set them since, before its loop
             self._modes.set()
         if not state.samples_of_epoch and not self._stopped_in:

@@ -104,11 +104,18 @@ def train_all(net, teacher):
     teacher.train()
 
 
+def freeze_or_train(net, _):
+    net[0].weight.requires_grad_(not net[0].weight.requires_grad)
+
+
 MODES = {  # what a program does before its loop, at the head of an epoch, after a step, in the tail: to model and teacher
     "forgets train() after an evaluation": (nothing, nothing, nothing, lambda net, teacher: net.eval()),
     "train() at each head": (nothing, lambda net, teacher: net.train(), nothing, lambda net, teacher: net.eval()),
     "toggles at each head": (nothing, lambda net, teacher: net.train(not net.training), nothing, nothing),
     "toggles a part at each step": (nothing, nothing, lambda net, teacher: net[1].train(not net[1].training), nothing),
+    "freezes a weight at a head": (nothing, freeze_or_train, nothing, nothing),
+    "freezes a weight in a tail": (nothing, nothing, nothing, lambda net, _: net[0].weight.requires_grad_(False)),
+    "trains a weight from a step on": (freeze_or_train, nothing, freeze_or_train, nothing),
     "a registered teacher before the loop": (lambda net, teacher: teacher.eval(), nothing, nothing, train_all),
 }
 
