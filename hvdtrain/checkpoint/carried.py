@@ -5,26 +5,23 @@ What is set anew in each step or epoch is not lost, so the code of the loop is r
 sets it.
 """
 
-import bisect
 import contextlib
-import dis
-import functools
 import inspect
-import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
-ENDS = ("RETURN", "RAISE", "RERAISE")
+from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, of_batches, stores
+
 PLAIN_NUMBERS = (bool, int, float, type(None))
 CONTAINERS = (list, dict, set, deque)
 MOST_ELEMENTS = 1_000
@@ -35,83 +32,10 @@ SHOWN = 3  # names
 OF_THE_PROGRAM = contextlib.suppress(Exception)
 
 
-@functools.cache
-def first_uses(
-    code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
-    stops: tuple[str, ...] = (),
-) -> set[str]:  # fmt: skip
-    """Return what may be the first use of `name`: LOAD, STORE, or END if there may be none. A loop within runs once.
-
-    start: the body of the first loop from this offset on is read; None: a whole function. calls: names that count as STORE.
-    stops: those that count as LOAD.
-    """
-    lines = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-    offsets = [one.offset for one in lines]
-    loops = [place for place, one in enumerate(lines) if one.opname == "FOR_ITER" and one.offset >= (start or 0)]
-    loop = -1 if start is None else next(iter(loops), len(lines))
-    found, known, waiting = set[str](), set[int](), [loop + 1]
-    while waiting:
-        if (place := waiting.pop()) in known or place >= len(lines):
-            continue
-        known.add(place)
-        one = lines[place]
-        used = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # two in one, as of LOAD_FAST_LOAD_FAST
-        verbs = re.findall("LOAD|STORE", one.opname)
-        uses = [
-            verb for verb, which in zip(verbs, used, strict=False) if which == name and any(k in one.opname for k in of)
-        ]
-        uses += ["STORE"] if verbs and used[0] in calls else ["LOAD"] if verbs and used[0] in stops else []
-        if uses or one.opname.startswith(ENDS):
-            found.add(uses[0] if uses else "END")
-            continue
-        target = place
-        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
-            target = bisect.bisect_left(offsets, one.argval)
-        if one.opname.startswith("JUMP_BACKWARD") and lines[target].opname == "FOR_ITER":
-            found |= {"END"} if target == loop else set()
-            waiting += [bisect.bisect_left(offsets, lines[target].argval)] if target != loop else []
-        elif one.opname.startswith("JUMP"):
-            waiting.append(target)
-        else:
-            waiting += [place + 1] if one.opname == "FOR_ITER" else [place + 1, target]
-    return found
-
-
-def of_batches(code: CodeType) -> list[tuple[CodeType, int]]:
-    """Return where the loops over `step.batches` begin in this code."""
-    return [(code, one.offset) for one in dis.get_instructions(code) if one.argval == "batches"]
-
-
-def stores(function: object, attribute: str) -> set[str]:
-    """Return the `first_uses` of an attribute in a function that sets it, but for __init__; empty if it does not."""
-    function = getattr(function, "__func__", function)  # of a class method
-    code = function.__code__ if isinstance(function, FunctionType) else None
-    if code is None or code.co_name == "__init__" or attribute not in attributes_set(code):
-        return set()
-    return first_uses(code, None, attribute, of=ATTRIBUTES)
-
-
-@functools.cache
-def attributes_set(code: CodeType) -> set[str]:
-    return {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
-
-
 def size_of(held: Any) -> tuple[Any, ...]:
     """Return the length of a list or dictionary, and the numbers among its first parts."""
     parts = list(held.values() if isinstance(held, dict) else held)[:MOST_ELEMENTS]
     return len(held), *(one for one in parts if type(one) in PLAIN_NUMBERS)
-
-
-def numbers_in(name: str, what: object, kind: type) -> dict[str, Any]:
-    """Return the numbers, and lengths of lists, of an object or a class, but for those that a method sets anew."""
-    held = dict[str, Any]()
-    for attribute, number in getattr(what, "__dict__", {}).items():
-        number = size_of(number) if isinstance(number, CONTAINERS) else number
-        if type(number) in (*PLAIN_NUMBERS, tuple) and not attribute.startswith("__"):
-            uses = [used for base in kind.__mro__ for one in vars(base).values() if (used := stores(one, attribute))]
-            if not uses or any("LOAD" in used for used in uses):  # else it is set anew, as by set_epoch
-                held[f"{name}.{attribute}"] = number
-    return held
 
 
 class Carried:
@@ -130,6 +54,9 @@ class Carried:
         self._shared = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
         self._globals = frame.f_globals
         self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
+        self._modules = WeakValueDictionary[
+            str, nn.Module
+        ]()  # the program's own, of whose layers attributes are looked at
         self._clocks = [clock() for clock in CLOCKS]
         self._began, self._first = dict[str, Any](), dict[str, Any]()
         with OF_THE_PROGRAM:
@@ -176,11 +103,13 @@ class Carried:
             message = f"{what} of {where} is carried on from step to step or epoch to epoch, and no checkpoint has it"
             self._say(f"warning: {message}: {remedy}")
 
-    def is_set_anew(self, kind: type, attribute: str) -> bool:
-        """Return whether the program sets this attribute of an object before it trains, in each forward pass, step or epoch.
+    def is_set_anew(self, models: Iterable[nn.Module], name: str) -> bool:
+        """Return whether the program sets this attribute of layers before it trains, in each forward pass, step or epoch.
         What it sets after the steps of an epoch is lost if the run is resumed at its end."""
+        path, _, attribute = name.rpartition(".")
+        layers = [layer for model in models for at, layer in model.named_modules() if at == path]
         with OF_THE_PROGRAM:
-            return self._is_set_anew(kind, attribute)
+            return all(self._is_set_anew(type(one), attribute) for one in layers if hasattr(one, attribute))
         return False
 
     def _is_set_anew(self, kind: type, attribute: str) -> bool:
@@ -194,8 +123,22 @@ class Carried:
             for code, start in [*self._loops, *(one for code, _ in self._loops for one in of_batches(code))]
         )
 
+    def _numbers_in(self, name: str, what: object) -> dict[str, Any]:
+        """Return the numbers, and lengths of lists, of an object or a class, but for those that a method sets anew."""
+        held, kind = dict[str, Any](), what if isinstance(what, type) else type(what)
+        called = {word for code, _ in self._loops for word in code.co_names}
+        for attribute, number in getattr(what, "__dict__", {}).items():
+            number = size_of(number) if isinstance(number, CONTAINERS) else number
+            if type(number) in (*PLAIN_NUMBERS, tuple) and not attribute.startswith("__"):
+                methods = [pair for base in kind.__mro__ for pair in vars(base).items()]
+                uses = {method: used for method, one in methods if (used := stores(one, attribute))}
+                at_times = called & uses.keys() and not self._is_set_anew(kind, attribute)
+                if not uses or at_times or any("LOAD" in used for used in uses.values()):  # else as by set_epoch
+                    held[f"{name}.{attribute}"] = number
+        return held
+
     def _is_carried(self, name: str) -> bool:
-        variable = name.partition(".")[0]
+        variable, _, inner = name.partition(".")
         if name.startswith(THE_GLOBAL):
             variable, of = name.removeprefix(THE_GLOBAL), ("_GLOBAL",)
             functions = [one.__code__ for one in self._globals.values() if isinstance(one, FunctionType)]
@@ -203,7 +146,9 @@ class Carried:
             others = [code for code in functions if variable in code.co_names and code is not self._code]
             uses = [in_loop, *(first_uses(code, None, variable, of=of) for code in others)]
             return in_loop != {"STORE"} and any("LOAD" in use for use in uses)
-        if ".sampler." in name and self.is_set_anew(Sampler, name.rpartition(".")[2]):
+        if ".sampler." in name and self._is_set_anew(Sampler, name.rpartition(".")[2]):
+            return False
+        if inner and variable in self._modules and self.is_set_anew([self._modules[variable]], inner):
             return False
         if variable in self._code.co_cellvars or isinstance(self._globals.get(variable), type):
             return True
@@ -211,7 +156,7 @@ class Carried:
 
     def _marks(self, *, numbers: bool = False) -> dict[str, Any]:
         """Return what shows whether variables change, and numbers of the program's own objects in them, by name."""
-        from hvdtrain.checkpoint.objects import mark_of, tensors_held
+        from hvdtrain.checkpoint.objects import held_by, mark_of, tensors_held
 
         assert self._frame is not None
         saved, marks = {id(one) for one in self._saved.values()}, dict[str, Any]()
@@ -227,18 +172,21 @@ class Carried:
                 tensors = [value] if isinstance(value, Tensor) else [*value.parameters(), *value.buffers()]
                 if not any(id(one) in self._shared or one.grad_fn is not None for one in tensors):
                     marks[name] = mark_of(tensors)
+                    if isinstance(value, nn.Module) and self._is_own(type(value)):
+                        marks |= {f"{name}.{inner}": mark for inner, mark in held_by([value]).items()}
+                        self._modules[name] = value
             elif isinstance(value, DataLoader):
                 for sampler in (value.sampler, getattr(value.batch_sampler, "sampler", None)):
                     for attribute, tensors in tensors_held(sampler).items():
                         marks[f"{name}.sampler.{attribute}"] = mark_of(tensors)
             elif self._is_own(type(value)):
-                marks |= numbers_in(name, value, type(value))
+                marks |= self._numbers_in(name, value)
         if held is not self._globals:
             for name, value in self._globals.items():
                 if type(value) in PLAIN_NUMBERS:
                     marks[THE_GLOBAL + name] = value
                 elif isinstance(value, type) and not numbers and value.__module__ == self._globals.get("__name__"):
-                    marks |= numbers_in(name, value, value)
+                    marks |= self._numbers_in(name, value)
         # Of a function, before Python 3.13, a copy that would stay; of others, the program's own names.
         if type(held) is dict and self._code.co_flags & inspect.CO_OPTIMIZED:
             held.clear()

@@ -276,18 +276,14 @@ class Objects:
         """Say once what the program changes in a model that no checkpoint has."""
         now = held_by(self.prepared.models) if self._beside else {}
         for name, began in (self._beside or {}).items():
-            if now.get(name, began) != began and not self._is_set_anew(name):
+            if now.get(name, began) != began and not (
+                self.carried and self.carried.is_set_anew(self.prepared.models, name)
+            ):
                 message = f"{name} of a model has changed, and no checkpoint has it"
                 remedy = "keep it in a buffer with persistent=True, or set it anew in each step, as from run.progress"
                 self._resume.output.say(f"warning: {message}: {remedy}")
                 self._beside = {}
                 return
-
-    def _is_set_anew(self, name: str) -> bool:
-        path, _, attribute = name.rpartition(".")
-        layers = [layer for model in self.prepared.models for at, layer in model.named_modules() if at == path]
-        layers = [layer for layer in layers if hasattr(layer, attribute)]
-        return self.carried is not None and all(self.carried.is_set_anew(type(layer), attribute) for layer in layers)
 
     def _sums_of_weights(self) -> dict[str, int]:
         return {name: int(tensor_checksum(one)) for name, one in named_parameters(self.prepared.models)}

@@ -76,6 +76,27 @@ class Order:
         self.epoch = epoch
 
 
+class Average:
+    def __init__(self):
+        self.decay = 0.9
+
+    def set_decay(self, decay):
+        self.decay = decay
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centre, self.last = torch.zeros(1), torch.zeros(1)
+
+    def forward(self, x):
+        self.last = x.detach().mean()
+        return self.last - self.centre
+
+    def update(self, x):
+        self.centre = 0.9 * self.centre + 0.1 * x.mean()
+
+
 class Odd:
     @property
     def __dict__(self):
@@ -107,6 +128,8 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "stop.best": ("stop = Stop()", "", "", "stop(value)"),
     "averaged": ("averaged = AveragedModel(net)", "", "averaged.update_parameters(net)", ""),
     "centre": ("centre = torch.zeros(1)", "", "centre = 0.9 * centre + 0.1 * y.mean()", ""),
+    "average.decay": ("average = Average()", "", "if step.number == 2:\n    average.set_decay(0.5)", ""),
+    "centred.centre": ("centred = Centred()", "", "centred.update(y)", ""),
     "the global bad": ("", "", "", "worse()"),
     "Counted.BAD": ("", "", "", "Counted.check(value)"),
     "loader.sampler.weights": (WEIGHTED, "", "", "loader.sampler.weights = 1.0 + torch.rand(40).double()"),
@@ -129,6 +152,8 @@ KEPT = {
     "after": ("meter = Meter()\nmore = []", "", "meter.add(value)\nmore.append(value)", "meter.reset()\nmore.clear()"),
     "order": ("order = Order()", "order.set_epoch(epoch)", "print(order.epoch)", ""),
     "weights": (WEIGHTED, "loader.sampler.weights = 1.0 + torch.rand(40).double()", "", ""),
+    "decay": ("average = Average()", "average.set_decay(0.5 if epoch else 0.2)", "", ""),
+    "centred": ("centred = Centred()", "", "centred(y)", ""),
     "odd": ("odd = Odd()", "", "", ""),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
