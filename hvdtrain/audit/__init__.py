@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-SIGNALS = ("one", "all", "term")
+SIGNALS = "one,all,term"
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,12 +36,6 @@ def count(text: str) -> float:
     return positive(text, int, 10_000)
 
 
-def signals(text: str) -> list[str]:
-    if set(text.split(",")) - set(SIGNALS):
-        raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(SIGNALS)}, with commas")
-    return text.split(",")
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, and the audited command as `command`. Bad input ends the process with 2 and one line."""
     usage = f"python -m {__package__} [OPTIONS] -- (FILE | -m MODULE | PROGRAM) ARGUMENTS..."
@@ -56,7 +50,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kills", type=count, default=4, metavar="K", help="how many runs are killed and resumed")
     add("--seed", type=int, default=1, help="of the places and signals that are drawn")
     add("--only-kill", type=count, metavar="N", help="perform the kill of this number alone")
-    add("--signals", type=signals, default=list(SIGNALS), metavar="LIST", help=signalled)
+    add("--from-step", type=count, default=1, metavar="STEP", help="no kill before it, nor before a checkpoint")
+    add("--signals", default=SIGNALS, metavar="LIST", help=signalled)
     add("--grace", type=positive, default=30.0, metavar="SECONDS", help="from SIGTERM to SIGKILL")
     add("--then-np", type=count, metavar="M", help="resume with so many ranks instead")
     add("--resume-command", metavar="LINE", help="resume with this command line instead of the same one")
@@ -83,6 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         (not options.command, f"which program? python -m {__package__} [OPTIONS] -- train.py --out {{out}}"),
         ("{out}" not in " ".join(options.command), f"put {{out}} into the command, {place}: each run needs its own"),
         ("{out}" not in resuming, f"put {{out}} into --resume-command, {place}"),
+        (set(options.signals.split(",")) - set(SIGNALS.split(",")), f"{options.signals!r}: some of {SIGNALS}, with commas"),
         (options.then_np and options.launcher == "none" and not options.resume_command,
          "--launcher none starts what the command says: give --resume-command for --then-np, or a launcher"),
         (not Path(options.junit or ".").resolve().parent.is_dir(), f"--junit {options.junit}: there is no such folder"),

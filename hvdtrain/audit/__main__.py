@@ -68,19 +68,19 @@ def whole_runs(program: Program, options: Namespace) -> Whole:
 def draw(number: int, options: Namespace, whole: Whole) -> dict[str, Any]:
     """Return the place and the kind of a kill: kinds in turn, the place drawn after the first checkpoint."""
     draws, trace = random.Random(f"{options.seed}-{number}"), whole.run.ranks[0]
-    files, last = [step["file"] for step in trace.steps], max(1, whole.steps - 1)
+    files, last = [step["file"] for step in trace.steps], max(1, whole.run.steps - 1)
     written = [at for at, (old, new) in enumerate(zip([[], *files], files, strict=False)) if new and new != old]
-    earliest = min(written[0] + 1 if written else max(1, whole.steps // 5), last)
+    earliest = min(max(written[0] + 1 if written else whole.run.steps // 5, options.from_step), last)
     evaluations = sorted(after for after in trace.evaluations if after >= earliest)
     places = ["step", "within", *["evaluation"] * bool(evaluations), *["file"] * bool(written)]
-    kinds = [how for how in options.signals if how != "all" or options.np > 1] or ["one"]
+    kinds = [how for how in options.signals.split(",") if how != "all" or options.np > 1] or ["one"]
     kill: dict[str, Any] = {"place": places[(number - 1) % len(places)], "number": draws.randint(earliest, last)}
     kill |= {"how": kinds[(number - 1 + (number - 1) // len(places)) % len(kinds)], "rank": draws.randrange(options.np)}
     if kill["place"] == "evaluation":
         kill["number"] = draws.choice(evaluations)
         kill["call"] = draws.randrange(len(trace.evaluations[kill["number"]]))
     if kill["place"] == "file":  # whichever rank writes it ends in the middle of it
-        at = draws.choice(written[1:] or written)
+        at = draws.choice([at for at in written if at >= earliest] or written[-1:])
         kill |= {"number": max(1, at), "rank": None, "how": "torn", "bytes": max(1, files[at][2] // 2)}
     return kill
 
@@ -93,7 +93,7 @@ def one_kill(number: int, program: Program, options: Namespace, whole: Whole) ->
     seconds, ranks = options.timeout or 60 + 5 * whole.run.seconds, options.then_np or options.np
     killed = program.run(f"kill-{number}-killed", out, options.np, seconds, kill)
     row = {"number": number, "kill": said, "command": repeat(number, options), "steps": killed.steps, "verdicts": {}}
-    ended_first = killed.code == whole.run.code and killed.steps >= whole.steps and kill["place"] != "evaluation"
+    ended_first = killed.code == whole.run.code and killed.steps >= whole.run.steps and kill["place"] != "evaluation"
     if ended_first and kill["how"] != "term":
         return row | {"note": "the place was not reached"}
     torn = [f"torn: {name}" for name, size in killed.files.items() if size == kill.get("bytes")]
@@ -107,17 +107,15 @@ def one_kill(number: int, program: Program, options: Namespace, whole: Whole) ->
 
 def repeat(number: int, options: Namespace) -> str:
     """Return the command that repeats this kill."""
-    words = [w for w in sys.argv[1 : sys.argv.index("--")] if not w.startswith(("--seed=", "--only-kill="))]
-    for name in ("--seed", "--only-kill"):
-        if name in words:
-            del words[words.index(name) : words.index(name) + 2]
-    words += ["--only-kill", str(number), "--seed", str(options.seed)]
+    words = sys.argv[1 : sys.argv.index("--")]
+    own = {"--only-kill": number, "--seed": options.seed}
+    words += [f"{name}={value}" for name, value in own.items() if name not in " ".join(words)]
     return shlex.join(["python", "-m", str(__package__), *words, "--", *options.command]).replace("'{out}'", "{out}")
 
 
 def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
     """Return what is printed at the end, and the exit code."""
-    lines, failed, unseen = [f"{'guarantee':<18}{'verdict':<10}{'kills':<9}first"], [], []
+    lines, unseen = [f"{'guarantee':<18}{'verdict':<10}{'kills':<9}first"], []
     causes: dict[str, list[str]] = {}  # by the command that repeats the first kill that shows them
     for name, guarantee in GUARANTEES.items():
         judged = [(row["verdicts"][name], row) for row in rows if name in row["verdicts"]]
@@ -127,12 +125,12 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
         alike = [(verdict.text, row) for verdict, row in judged if verdict.status == status]
         (text, row), kills = alike[0], f"{len(alike)} of {len(judged)}"
         if status == "fails":
-            failed.append(name)
             causes.setdefault(row["command"], []).append(f"{name}: {guarantee.cause}.")
-            lines.append(f"{name:<18}{'FAILS':<10}{kills:<9}kill {row['number']}: {text}")
-        else:
-            lines.append(f"{name:<18}{status:<10}{kills if status == 'ok' else '':<9}{text}".rstrip())
-            unseen += [name] if status != "ok" else []
+            status, text = "FAILS", f"kill {row['number']}: {text}"
+        elif status != "ok":
+            unseen.append(name)
+            kills = ""
+        lines.append(f"{name:<18}{status:<10}{kills:<9}{text}".rstrip())
     lines += ["", *(line for command, texts in causes.items() for line in [*texts, f"    {command}"])]
     lines += [f"kill {row['number']} ({row['kill']}): {row['note']}; nothing is known of it."
               for row in rows if not row["verdicts"]]  # fmt: skip
@@ -144,12 +142,12 @@ def table(rows: Rows, whole: Whole, options: Namespace) -> tuple[str, int]:
         lines.append(f"No file as large as half of the weights was seen under {{out}}: {no_kill}.")
     performed = sum(row["verdicts"]["resumes"].status != "not seen" for row in rows if row["verdicts"])
     held = f"All that was seen held, in {performed} kill{'s' * (performed > 1)}."
-    if failed:
-        held = f"{len(failed)} of {len(GUARANTEES)} guarantees fail."
+    if causes:
+        held = f"{sum(map(len, causes.values()))} of {len(GUARANTEES)} guarantees fail."
     elif not performed:
         held = "No kill came after a checkpoint: nothing is known. Let the program save earlier, or run longer."
     lines.append(f"{held} Seed {options.seed}; what the runs said: {options.output_dir}")
-    return "\n".join(lines), 1 if failed else 2 * (not performed)
+    return "\n".join(lines), 1 if causes else 2 * (not performed)
 
 
 def junit(rows: Rows, path: str) -> None:
@@ -180,7 +178,7 @@ def audit(options: Namespace) -> int:
     began = time.monotonic()
     program = Program(options.command, options.launcher, folder_of(options), options.grace, options.metric_regex)
     whole = whole_runs(program, options)
-    facts = f"{options.np} rank{'s' if options.np > 1 else ''}, {whole.steps} steps, {whole.run.seconds:.1f} s, "
+    facts = f"{options.np} rank{'s' if options.np > 1 else ''}, {whole.run.steps} steps, {whole.run.seconds:.1f} s, "
     facts += f"seed {options.seed}; two whole runs: {whole.first or 'the same bits'}"
     say(facts)
     rows: Rows = []
@@ -195,7 +193,7 @@ def audit(options: Namespace) -> int:
     for row in rows:
         row["verdicts"] = {name: verdict._asdict() for name, verdict in row["verdicts"].items()}
     result = {name: getattr(options, name) for name in ("command", "launcher", "np", "seed")}
-    result |= {"steps": whole.steps, "seconds": round(time.monotonic() - began, 1), "exit_code": code}
+    result |= {"steps": whole.run.steps, "seconds": round(time.monotonic() - began, 1), "exit_code": code}
     result |= {"whole_runs_differ": whole.differs, "kills": rows}
     (program.folder / "audit.json").write_text(json.dumps(result, indent=1) + "\n")
     return code
@@ -212,7 +210,7 @@ def main() -> int:
     except KeyboardInterrupt:
         say("interrupted: no verdict, and no process is left")
     except OSError as error:
-        say(f"{error.filename or 'a file'}: {error.strerror}")
+        say(f"{error.filename or options.output_dir}: {error.strerror}: choose another --output-dir")
     return 2
 
 

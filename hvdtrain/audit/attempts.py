@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 BOOT = Path(__file__).resolve().parent / "boot"
 VARIABLE = "HVDTRAIN_AUDIT"
@@ -92,7 +91,7 @@ class Program:
         self, name: str, out: Path, ranks: int, seconds: float, kill: dict[str, Any] | None = None, read: object = None
     ) -> Run:
         """Run it to its end. kill: see `draw`; read: the recorder. Raises NotAudited if it can't be started."""
-        log, words = self.folder / name, self.words(ranks, out)
+        log, lost, words = self.folder / name, self.folder / f"{name}.lost", self.words(ranks, out)
         order = {"log": str(log), "out": str(out), "whole": read, "kill": kill}
         environment = OPEN_MPI | os.environ | {VARIABLE: json.dumps(order)}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BOOT), os.environ.get("PYTHONPATH")]))
@@ -104,42 +103,48 @@ class Program:
             )  # fmt: skip
         except OSError as error:
             raise NotAudited(f"{words[0]} can't be started: {error.strerror}") from None
-        # Not into the file itself: the limit that tears a checkpoint would hold for it.
-        streams = process.stdout, said.open("wb", buffering=0)
-        copying = threading.Thread(target=shutil.copyfileobj, args=streams, daemon=True)
+        copying = threading.Thread(target=copy, args=(process.stdout, said, lost), daemon=True)
         copying.start()
         try:
-            code, in_grace = self.wait(process, log, began + seconds, kill)
-            left = leavers(log, self.leaving_seconds)
+            ended = self.ends(process, log, began + seconds, kill)
+            left = outlasting(log, self.leaving_seconds) if ended else []
+            hangs = not ended and time.monotonic() >= began + seconds
         finally:
-            kill_all(log)
-            process.wait()
+            outlasting(log, float("inf"), end_them=True)
+            code = process.wait()
             copying.join(5)
-        if Path(f"{log}.lost").exists():
+        if lost.exists():
             raise NotAudited(f"{self.folder} is full, and what a rank did is not known: choose another --output-dir")
         files = {str(path.relative_to(out)): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
         texts = {"its output": said} | {name: out / name for name, size in files.items() if size < 1 << 24}
-        found = metrics(self.metric_regex, texts)
-        return Run(code, time.monotonic() - began, traces(log), said, left, files, found, in_grace)
+        found, in_grace = metrics(self.metric_regex, texts), ended or not kill or kill["how"] != "term"
+        return Run(None if hangs else code, time.monotonic() - began, traces(log), said, left, files, found, in_grace)
 
-    def wait(
-        self, process: subprocess.Popen[bytes], log: Path, end: float, kill: dict[str, Any] | None
-    ) -> tuple[int | None, bool]:
-        """Wait for the launcher's end, and kill or ask when a rank says that it is at the place."""
-        asked, grace_end = Path(f"{log}.asked"), float("inf")
-        while (code := process.poll()) is None:
-            if kill and grace_end == float("inf") and asked.exists():
-                grace_end = time.monotonic()
-                if kill["how"] == "term":
-                    grace_end += self.grace_seconds
-                    process.send_signal(signal.SIGTERM)
-                    Path(f"{log}.sent").touch()
-            if (now := time.monotonic()) > min(end, grace_end):
-                kill_all(log)
-                code = process.wait()
-                return (code, kill["how"] != "term") if kill and now > grace_end else (None, True)
+    def ends(self, process: subprocess.Popen[bytes], log: Path, end: float, kill: dict[str, Any] | None) -> bool:
+        """Wait for the launcher's end. False: it is to be killed. A rank is at the place, or a time is over."""
+        while process.poll() is None and time.monotonic() < end:
+            if kill and Path(f"{log}.asked").exists():
+                if kill["how"] != "term":
+                    return False
+                process.send_signal(signal.SIGTERM)
+                Path(f"{log}.sent").touch()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(self.grace_seconds, end - time.monotonic()))
+                break
             time.sleep(0.005)
-        return code, True
+        return process.poll() is not None
+
+
+def copy(said: IO[bytes], path: Path, lost: Path) -> None:
+    """Not by the program into the file itself: the limit that tears a checkpoint would hold for it. Also of a full disk, all
+    that is said is read: else the program waits."""
+    with path.open("wb", buffering=0) as file:
+        while part := said.read(1 << 16):
+            written = 0
+            with contextlib.suppress(OSError):
+                written = file.write(part)
+            if written < len(part):
+                lost.touch()
 
 
 def members(log: Path) -> Iterator[tuple[int, str]]:
@@ -153,19 +158,14 @@ def members(log: Path) -> Iterator[tuple[int, str]]:
                 yield int(folder.name), (folder / "cmdline").read_text(errors="replace").replace("\0", " ")[:120]
 
 
-def kill_all(log: Path) -> None:
-    while processes := list(members(log)):  # again: one may have forked meanwhile
-        for number, _ in processes:
+def outlasting(log: Path, seconds: float, end_them: bool = False) -> list[str]:
+    """Return the commands of processes of a run that are still there after so long, or end them."""
+    end = time.monotonic() + seconds
+    while (processes := list(members(log))) and time.monotonic() < end:  # again: one may have forked meanwhile
+        for number, _ in processes if end_them else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def leavers(log: Path, seconds: float) -> list[str]:
-    """Return the commands of processes that are still there a while after their launcher's end."""
-    end = time.monotonic() + seconds
-    while (processes := list(members(log))) and time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(0.02)
     return [command for _, command in processes]
 
 
@@ -179,15 +179,12 @@ def metrics(expression: str | None, places: dict[str, Path]) -> dict[str, str] |
 def traces(log: Path) -> dict[int, Trace]:
     """Return what each rank has recorded. Processes of one rank that followed each other count as one."""
     logs = []
-    for path in log.parent.glob(f"{log.name}.*.*"):
-        rank, pid = path.name.split(".")[-2:]
-        if rank.isdigit() and pid.isdigit():
-            lines = []
-            for text in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # cut off by the kill
-                    lines.append(json.loads(text))
-            began = next((line["time"] for line in lines if line["kind"] == "step"), 0.0)
-            logs.append((int(rank), began, path.name, lines))
+    for path in log.parent.glob(f"{log.name}.[0-9]*.[0-9]*"):
+        lines = [
+            json.loads(text) for text in path.read_text().split("\n")[:-1]
+        ]  # the last one may be cut off by the kill
+        began = next((line["time"] for line in lines if line["kind"] == "step"), 0.0)
+        logs.append((int(path.name.split(".")[-2]), began, path.name, lines))
     ranks: dict[int, Trace] = {}
     for number, began, _, lines in sorted(logs):
         trace = ranks.setdefault(number, Trace())

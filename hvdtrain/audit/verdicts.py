@@ -1,6 +1,7 @@
 """Compare what ranks have recorded: a whole run, one that was killed, the one that went on. Starts no process.
 
-GUARANTEES, below, is the table: each one's name, when it is judged, how two traces are compared, and the usual cause.
+GUARANTEES, below, is the table: when each one is judged, its rules, and the usual cause. A rule gives a verdict or nothing,
+and the first verdict counts.
 """
 
 import re
@@ -12,18 +13,23 @@ from typing import Any, NamedTuple
 
 from .attempts import Run, Step
 
+Rules = Iterator[Any]
+
 
 class Verdict(NamedTuple):
-    status: str  # ok, fails, not seen, left out
+    status: str
     text: str = ""
     step: int | None = None  # the first at which it fails
+
+
+ok, fails, not_seen, left_out = (partial(Verdict, status) for status in ("ok", "fails", "not seen", "left out"))
 
 
 class Difference(NamedTuple):
     step: int  # from 1
     rank: int
-    expected: Any
-    got: Any
+    expected: Any = None
+    got: Any = None
     optimizer: str = ""
 
 
@@ -36,10 +42,6 @@ class Whole:
     first: str = ""  # what differed first
     ordered: bool = True  # the samples of both came in the same order
     generators: set[str] = field(default_factory=set)  # that both draw from, with the same result
-
-    @property
-    def steps(self) -> int:
-        return self.run.steps
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Case:
 
     def fails(self, found: Difference, text: str) -> Verdict:
         of_rank = f"rank {found.rank}: " if len(self.whole.run.ranks) > 1 else ""
-        return Verdict("fails", of_rank + text, found.step)
+        return fails(of_rank + text, found.step)
 
     def samples(self, run: Run, start: int, end: int) -> list[Counter[Any]]:
         """Return how often each sample was used in each step, over all ranks: by index, if all have one, else by content."""
@@ -91,38 +93,34 @@ def state_of(generator: str, step: Step) -> Any:
     return step["random"].get(generator)
 
 
-def resumes(case: Case) -> Verdict:
+def resumes(case: Case) -> Rules:
     """Finds out from which step it went on, too."""
     whole, killed, resumed = case.whole.run, case.killed, case.resumed
-    if resumed.code is None:
-        return Verdict("fails", f"it hangs: no end after {resumed.seconds:.0f} s and {resumed.steps} steps")
-    if resumed.code != whole.code:
-        return Verdict("fails", f"it ends with {resumed.code}: {resumed.last_line()}")
-    if not resumed.trace(0).steps and killed.steps >= whole.steps:
-        return Verdict("ok", "all steps were done")
+    yield resumed.code is None and fails(f"it hangs: no end after {resumed.seconds:.0f} s and {resumed.steps} steps")
+    yield resumed.code != whole.code and fails(f"it ends with {resumed.code}: {resumed.last_line()}")
     if not resumed.trace(0).steps:
+        yield killed.steps >= whole.steps and ok("all steps were done")
         text = f"it ends with {resumed.code} without a step, after {killed.steps} of {whole.steps}"
-        return Verdict("fails", text, killed.steps + 1)
+        yield fails(text, killed.steps + 1)
     case.start, case.known_by = position(case)
-    if case.start > killed.steps:
-        text = f"it begins before step {case.start + 1}, and the killed run had done {killed.steps}: it found another run's"
-        return Verdict("fails", f"{text} state. Does it write outside of {{out}}?", 1)
+    text = (
+        f"it begins before step {case.start + 1}, and the killed run had done {killed.steps}: it found another run's "
+    )
+    yield case.start > killed.steps and fails(f"{text}state. Does it write outside of {{out}}?", 1)
     case.comparable = True
-    if case.start:
-        return Verdict("ok")
+    yield case.start and ok()
     ever = any(step["file"] for step in whole.trace(0).steps)
-    if ever and not checkpoints(killed):
-        return Verdict("not seen", "it starts over: no checkpoint was there yet")
+    yield ever and not checkpoints(killed) and not_seen("it starts over: no checkpoint was there yet")
     case.starts_over = True
     nothing = "" if ever else "; nothing as large as the weights was written under {out}"
-    return Verdict("fails", f"it starts over{nothing}", 1)
+    yield fails(f"it starts over{nothing}", 1)
 
 
 def position(case: Case) -> tuple[int, str]:
     """Return how many steps of the whole run lie before the first of the resumed one, and how that is known."""
     steps, own = case.whole.run.ranks[0].steps, case.resumed.ranks[0].steps[0]
     weights, state = own["before"]
-    expected = case.samples(case.whole.run, 0, case.whole.steps)
+    expected = case.samples(case.whole.run, 0, case.whole.run.steps)
     got = case.samples(case.resumed, 0, min(3, case.resumed.steps))
 
     def agreement(at: int) -> list[Any]:
@@ -141,7 +139,7 @@ def position(case: Case) -> tuple[int, str]:
     for name, holds in zip(("weights", "the optimizer's count of steps", "samples"), best, strict=False):
         if holds:
             return best[-1], name
-    return max(0, case.whole.steps - case.resumed.steps), "the number of steps that followed"
+    return max(0, case.whole.run.steps - case.resumed.steps), "the number of steps that followed"
 
 
 def checkpoints(run: Run) -> list[tuple[int, str]]:
@@ -154,7 +152,7 @@ def checkpoints(run: Run) -> list[tuple[int, str]]:
     return [(at, files[at - 1][1]) for at in new if at + 2 <= run.steps]
 
 
-def work_repeated(case: Case) -> Verdict:
+def work_repeated(case: Case) -> Rules:
     """Fails if the killed run had completed a later checkpoint than the one from which it went on.
 
     What is in a file is later than the time at which the one before it was complete.
@@ -162,217 +160,206 @@ def work_repeated(case: Case) -> Verdict:
     done, text = checkpoints(case.killed), f"{case.killed.steps - case.start} steps"
     if len(done) > 1 and case.start + 1 < done[-2][0] - 1:
         text += ", although {1} was written before step {0}".format(*done[-1])
-        return Verdict("fails", text, case.start + 1)
-    if case.starts_over:
-        return Verdict("fails", f"all {text}", 1)
+        yield fails(text, case.start + 1)
+    yield case.starts_over and fails(f"all {text}", 1)
     seen = any(step["file"] for step in case.killed.trace(0).steps)
-    return Verdict("ok", text) if seen else Verdict("not seen", f"{text}; no checkpoint was seen under {{out}}")
+    yield ok(text) if seen else not_seen(f"{text}; no checkpoint was seen under {{out}}")
 
 
-def weights(case: Case) -> Verdict:
+def weights(case: Case) -> Rules:
     if found := case.difference(lambda step: step["before"][0], first=True):
-        none = f"those of no step of the whole run; {case.known_by} say: before step {found.step}"
-        text = f"not those before step {found.step}" if case.known_by == "weights" else none
-        return case.fails(found, f"{text} ({found.optimizer})")
+        at = f"before step {found.step}"
+        none = f"those of no step of the whole run; {case.known_by} say: {at}"
+        yield case.fails(found, f"{f'not those {at}' if case.known_by == 'weights' else none} ({found.optimizer})")
     # Buffers are read after the step, in which they change by what it was given.
     given = case.difference(
         lambda step: [step["rows"], *(state_of(name, step) for name in case.whole.generators)], True
     )
-    found = case.difference(lambda step: step["buffers"], first=True)
-    if found and not given and not case.other_ranks:
-        return case.fails(found, "buffers of the model, such as running means, differ")
+    found = None if given or case.other_ranks else case.difference(lambda step: step["buffers"], first=True)
+    yield found and case.fails(found, "buffers of the model, such as running means, differ")
     absent = sorted(set(case.whole.run.ranks) - set(case.resumed.ranks)) if not case.other_ranks else []
-    if absent:
-        return Verdict("fails", f"ranks {absent} did not train")
-    return Verdict("ok") if any(case.pairs(first=True)) else Verdict("not seen", "no optimizer begins where it went on")
+    yield absent and fails(f"ranks {absent} did not train")
+    yield ok() if any(case.pairs(first=True)) else not_seen("no optimizer begins where it went on")
 
 
-def optimizer_state(case: Case) -> Verdict:
+def optimizer_state(case: Case) -> Rules:
     if found := case.difference(lambda step: step["before"][1], first=True):
         (expected, *_), (got, *_) = found.expected, found.got
         text = f"for {got} parameters instead of {expected}" if got != expected else "other values"
-        return case.fails(found, f"{found.optimizer}: {text}")
+        yield case.fails(found, f"{found.optimizer}: {text}")
     seen = any(step["before"][1][0] for _, _, step, _ in case.pairs(first=True))
-    return Verdict("ok") if seen else Verdict("not seen", "the optimizer has no state")
+    yield ok() if seen else not_seen("the optimizer has no state")
 
 
-def learning_rates(case: Case) -> Verdict:
+def learning_rates(case: Case) -> Rules:
     """And the other options of each group of the optimizer."""
-    if case.other_ranks and case.start + case.resumed.steps != case.whole.steps:
-        return Verdict("left out", "another number of ranks, and of steps")
+    other_length = case.other_ranks and case.start + case.resumed.steps != case.whole.run.steps
+    yield other_length and left_out("another number of ranks, and of steps")
     if found := case.difference(lambda step: step["options"]):
         groups = zip(found.expected, found.got, strict=False)
         pairs = [(name, group.get(name), other.get(name)) for group, other in groups for name in group | other]
         counts = "the number of groups", len(found.expected), len(found.got)
         name, expected, got = next((pair for pair in pairs if pair[1] != pair[2]), counts)
         expected, got = (f"{value:.6g}" if isinstance(value, float) else value for value in (expected, got))
-        return case.fails(found, f"step {found.step}: {name} {got} instead of {expected}")
-    return Verdict("ok")
+        yield case.fails(found, f"step {found.step}: {name} {got} instead of {expected}")
+    yield ok()
 
 
-def same_at_each_step(name: str, said: str, unseen: str, case: Case) -> Verdict:
-    if not any(step[name] for step in case.whole.run.trace(0).steps):
-        return Verdict("not seen", unseen)
+def same_at_each_step(name: str, said: str, unseen: str, case: Case) -> Rules:
+    yield not any(step[name] for step in case.whole.run.trace(0).steps) and not_seen(unseen)
     if found := case.difference(lambda step: step[name]):
         expected, got = (", ".join(map(str, value)) for value in (found.expected, found.got))
-        return case.fails(found, f"step {found.step}: {said} {got} instead of {expected}")
-    return Verdict("ok")
+        yield case.fails(found, f"step {found.step}: {said} {got} instead of {expected}")
+    yield ok()
 
 
-def random_numbers(case: Case) -> Verdict:
+def random_numbers(case: Case) -> Rules:
     names = sorted(case.whole.generators)
     first = {name: found.step for name in names if (found := case.difference(partial(state_of, name)))}
     if first:
         text = ", ".join(f"{name} from step {number} on" for name, number in first.items())
-        later = [GUARANTEES[name].compare(case).status for name in ("samples", "augmentation", "losses", "evaluations")]
-        if set(later) <= {"ok", "not seen"} and final_weights(case).status == "ok":
-            return Verdict("ok", f"{text}; without effect: samples, losses and final weights are the same")
-        return Verdict("fails", text, min(first.values()))
-    return Verdict("ok", ", ".join(names)) if names else Verdict("not seen", "no global generator is drawn from")
+        later = {judged(name, case).status for name in ("samples", "augmentation", "losses", "evaluations")}
+        without_effect = later <= {"ok", "not seen"} and judged("final weights", case).status == "ok"
+        yield without_effect and ok(f"{text}; without effect: samples, losses and final weights are the same")
+        yield fails(text, min(first.values()))
+    yield ok(", ".join(names)) if names else not_seen("no global generator is drawn from")
 
 
-def samples(case: Case) -> Verdict:
-    expected = case.samples(case.whole.run, 0, case.whole.steps)
+def samples(case: Case) -> Rules:
+    expected = case.samples(case.whole.run, 0, case.whole.run.steps)
     got = case.samples(case.killed, 0, case.start) + case.samples(case.resumed, 0, case.resumed.steps)
     wanted, used = (sum(counters, Counter[Any]()) for counters in (expected, got))
-    if not wanted:
-        return Verdict("not seen", "no sample passed through the arguments of a module")
+    yield not wanted and not_seen("no sample passed through the arguments of a module")
     more = used - wanted
     lost, repeated = (wanted - used).total(), sum(number for one, number in more.items() if one in wanted)
     text = f"of {wanted.total()}, {lost} lost, {repeated} repeated" if lost or more else ""
     if more.total() > repeated:
         text += f", {more.total() - repeated} of content that the whole run never had"
     if not case.whole.ordered or case.other_ranks:
-        return Verdict("fails" if text else "ok", text or "each as often; their order is left out")
+        yield fails(text) if text else ok("each as often; their order is left out")
     differing = [at for at in range(case.start, min(len(expected), len(got))) if expected[at] != got[at]]
-    if text or differing:
-        number = 1 + min([*differing, len(expected), len(got)])
-        return Verdict("fails", f"{text or 'each as often, in another order'}, from step {number} on", number)
-    return Verdict("ok", str(wanted.total()))
+    number = 1 + min([*differing, len(expected), len(got)])
+    text = text or "each as often, in another order" if differing else text
+    yield text and fails(f"{text}, from step {number} on", number)
+    yield ok(str(wanted.total()))
 
 
-def augmentation(case: Case) -> Verdict:
-    if not case.whole.run.has_indices:
-        return Verdict("not seen", "no DataLoader told the indices of samples")
-    compared, changed = 0, []
+def augmentation(case: Case) -> Rules:
+    yield not case.whole.run.has_indices and not_seen("no DataLoader told the indices of samples")
+    changed: list[int] = []  # number of the step, for each sample
+    compared = 0
     for number, _, a, b in case.pairs():
         if [index for _, index in a["rows"]] == [index for _, index in b["rows"]]:
             compared += len(a["rows"])
             changed += [number for row, other in zip(a["rows"], b["rows"], strict=True) if row != other]
-    if changed:
-        text = f"other content in {len(changed)} of {compared} uses of the same samples, from step {min(changed)} on"
-        return Verdict("fails", text, min(changed))
-    return Verdict("ok") if compared else Verdict("not seen", "no step had the same samples")
+    text = f"other content in {len(changed)} of {compared} uses of the same samples, from step"
+    yield changed and fails(f"{text} {min(changed)} on", min(changed))
+    yield ok() if compared else not_seen("no step had the same samples")
 
 
-def evaluations(case: Case) -> Verdict:
+def evaluations(case: Case) -> Rules:
     compared = False
     for rank, trace in case.whole.run.ranks.items():
         for number, calls in trace.evaluations.items():
             got = case.resumed.trace(rank).evaluations.get(number - case.start)
             # One right after the checkpoint may have been over before it was written.
-            if number < case.start or (number == case.start and not got):
-                continue
-            compared = True
-            if got != calls:
+            if number > case.start or (number == case.start and got):
                 inputs = got and [one for one, _ in got] != [one for one, _ in calls]
                 what = "missing" if not got else "other inputs" if inputs else "other results"
-                return case.fails(Difference(number, rank, calls, got), f"after step {number}: {what}")
-    return Verdict("ok") if compared else Verdict("not seen", "no evaluation came after the resume")
+                yield got != calls and case.fails(Difference(number, rank), f"after step {number}: {what}")
+                compared = True
+    yield ok() if compared else not_seen("no evaluation came after the resume")
 
 
-def metrics(case: Case) -> Verdict:
-    wanted, got = case.whole.run.metrics, case.resumed.metrics or {}
-    if not wanted:
-        return Verdict("not seen", "--metric-regex found none")
+def metrics(case: Case) -> Rules:
+    wanted, got = case.whole.run.metrics or {}, case.resumed.metrics or {}
+    yield not wanted and not_seen("--metric-regex found none")
     for name, value in wanted.items():
-        if got.get(name) != value:
-            return Verdict("fails", f"{got.get(name, 'none')} instead of {value} in {name}")
-    return Verdict("ok", ", ".join(wanted.values())[:80])
+        yield got.get(name) != value and fails(f"{got.get(name, 'none')} instead of {value} in {name}")
+    yield ok(", ".join(wanted.values())[:80])
 
 
-def final_weights(case: Case) -> Verdict:
+def final_weights(case: Case) -> Rules:
     for rank, trace in case.whole.run.ranks.items():
         last, got = ({step["key"]: step["after"][0] + step["buffers"] for step in steps}
                      for steps in (trace.steps, case.resumed.trace(rank).steps))  # fmt: skip
         # An optimizer that made no step after the resume has nothing to compare.
-        if any(last.get(key) != value for key, value in got.items()):
-            return case.fails(Difference(case.whole.steps, rank, last, got), "other bits")
-    return Verdict("ok")
+        differs = any(last.get(key) != value for key, value in got.items())
+        yield differs and case.fails(Difference(case.whole.run.steps, rank), "other bits")
+    yield ok()
 
 
-def number_of_steps(case: Case) -> Verdict:
+def number_of_steps(case: Case) -> Rules:
     number = case.start + case.resumed.steps
-    status = "ok" if number == case.whole.steps else "left out" if case.other_ranks else "fails"
-    return Verdict(status, f"{number} of {case.whole.steps}")
+    status = "ok" if number == case.whole.run.steps else "left out" if case.other_ranks else "fails"
+    yield Verdict(status, f"{number} of {case.whole.run.steps}")
 
 
-def exit_codes(case: Case) -> Verdict:
+def exit_codes(case: Case) -> Rules:
     whole, killed, resumed = case.whole.run, case.killed, case.resumed
-    if killed.code is None:
-        return Verdict("fails", f"after the kill, the other processes did not end in {killed.seconds:.0f} s")
-    if killed.code == 0 and killed.steps < whole.steps:
-        asked = "SIGTERM" if case.how == "term" else "the kill"
-        return Verdict("fails", f"0 after {asked}, with {killed.steps} of {whole.steps} steps done", killed.steps)
-    if resumed.code is not None and resumed.code != whole.code:
-        return Verdict("fails", f"{resumed.code} instead of {whole.code}")
-    text = f"{killed.code}, then {resumed.code}"
-    return Verdict("ok", text if killed.in_grace else "it did not end in the grace time after SIGTERM")
+    text = f"after the kill, the other processes did not end in {killed.seconds:.0f} s"
+    yield killed.code is None and fails(text)
+    text = f"0 after {'SIGTERM' if case.how == 'term' else 'the kill'}, with {killed.steps} of {whole.steps} steps done"
+    yield killed.code == 0 and killed.steps < whole.steps and fails(text, killed.steps)
+    yield resumed.code not in (None, whole.code) and fails(f"{resumed.code} instead of {whole.code}")
+    yield not killed.in_grace and ok("it did not end in the grace time after SIGTERM")
+    yield ok(f"{killed.code}, then {resumed.code}")
 
 
-def left_behind(case: Case) -> Verdict:
-    if processes := case.killed.left + case.resumed.left:
-        return Verdict("fails", f"processes that still run: {len(processes)}, such as {processes[0]}")
+def left_behind(case: Case) -> Rules:
+    processes = case.killed.left + case.resumed.left
+    yield processes and fails(f"processes that still run: {len(processes)}, such as {processes[0]}")
     # Without numbers: those of steps, times, processes.
     usual = {re.sub(r"\d+", "#", path) for path in case.whole.run.files}
     more = [path for path in case.resumed.files if re.sub(r"\d+", "#", path) not in usual]
     temporary = [path for path in more if re.search(r"te?mp|part|\.new|~", path.lower())]
-    if temporary:
-        return Verdict("fails", f"{len(temporary)} temporary files, such as {temporary[0]}")
-    return Verdict("ok", f"{len(more)} files more than after the whole run, such as {more[0]}" if more else "")
+    yield temporary and fails(f"{len(temporary)} temporary files, such as {temporary[0]}")
+    yield ok(f"{len(more)} files more than after the whole run, such as {more[0]}" if more else "")
 
 
 class Guarantee(NamedTuple):
-    name: str
     judged: int
-    compare: Callable[[Case], Verdict]
+    rules: Callable[[Case], Rules]
     cause: str
 
 
 # When it is judged: always; if steps can be compared; if two whole runs have the same bits; and on the same ranks alone.
 ALWAYS, STEPS, BITS, RANKS = range(4)
-TABLE = [
-    Guarantee("resumes", ALWAYS, resumes,
+GUARANTEES = {
+    "resumes": Guarantee(ALWAYS, resumes,
         "the program finds no checkpoint under {out}, can't read it, or takes one of another run"),
-    Guarantee("work repeated", STEPS, work_repeated,
+    "work repeated": Guarantee(STEPS, work_repeated,
         "an older checkpoint is taken although a newer one is complete: names are sorted as text, for example"),
-    Guarantee("weights", BITS, weights, "the model is not saved whole, or something overwrites it after it was loaded"),
-    Guarantee("optimizer state", BITS, optimizer_state,
+    "weights": Guarantee(BITS, weights, "the model is not saved whole, or something overwrites it after it was loaded"),
+    "optimizer state": Guarantee(BITS, optimizer_state,
         "the optimizer's state_dict is not in the checkpoint, or is loaded before the model moves"),
-    Guarantee("learning rates", STEPS, learning_rates,
+    "learning rates": Guarantee(STEPS, learning_rates,
         "the scheduler's state_dict is not in the checkpoint: its schedule starts again"),
-    Guarantee("gradient scaler", RANKS, partial(same_at_each_step, "scale", "scale and count", "no GradScaler is used"),
+    "gradient scaler": Guarantee(RANKS, partial(same_at_each_step, "scale", "scale and count", "no GradScaler is used"),
         "the GradScaler's state_dict is not in the checkpoint: its scale starts again"),
-    Guarantee("random numbers", RANKS, random_numbers,
+    "random numbers": Guarantee(RANKS, random_numbers,
         "the generators' states are not in the checkpoint, or iter(DataLoader) draws after they were set"),
-    Guarantee("samples", STEPS, samples,
+    "samples": Guarantee(STEPS, samples,
         "the position in the data is not in the checkpoint: a DataLoader starts its epoch again, or shuffles anew"),
-    Guarantee("augmentation", RANKS, augmentation,
+    "augmentation": Guarantee(RANKS, augmentation,
         "the random numbers of the data set are not restored: the same samples come with other content"),
-    Guarantee("losses", RANKS, partial(same_at_each_step, "loss", "loss", "no loss was passed to backward()"),
+    "losses": Guarantee(RANKS, partial(same_at_each_step, "loss", "loss", "no loss was passed to backward()"),
         "one of the rows above; or the loss depends on something that is not saved, such as a running average"),
-    Guarantee("evaluations", RANKS, evaluations,
+    "evaluations": Guarantee(RANKS, evaluations,
         "one of the rows above; or averaged weights (EMA) or a metric's state are not in the checkpoint"),
-    Guarantee("metrics", RANKS, metrics, "one of the rows above; or the metric's running sums are not in the checkpoint"),
-    Guarantee("final weights", RANKS, final_weights, "one of the rows above"),
-    Guarantee("number of steps", STEPS, number_of_steps,
+    "metrics": Guarantee(RANKS, metrics, "one of the rows above; or the metric's running sums are not in the checkpoint"),
+    "final weights": Guarantee(RANKS, final_weights, "one of the rows above"),
+    "number of steps": Guarantee(STEPS, number_of_steps,
         "the loop counts again from the beginning of an epoch, or skips the rest of one"),
-    Guarantee("exit codes", ALWAYS, exit_codes,
+    "exit codes": Guarantee(ALWAYS, exit_codes,
         "what starts jobs reads the exit code: 0 must mean that the training is complete, and nothing else"),
-    Guarantee("left behind", ALWAYS, left_behind,
+    "left behind": Guarantee(ALWAYS, left_behind,
         "processes or temporary files of the killed run stay: the next start should remove them"),
-]  # fmt: skip
-GUARANTEES = {guarantee.name: guarantee for guarantee in TABLE}
+}  # fmt: skip
+
+
+def judged(name: str, case: Case) -> Verdict:
+    return next(verdict for verdict in GUARANTEES[name].rules(case) if verdict)  # type: ignore[no-any-return] # see Rules
 
 
 def all_bits(reason: str) -> dict[str, str]:
@@ -390,7 +377,7 @@ def compare_wholes(run: Run, again: Run) -> Whole:
     following = [pair for trace in run.ranks.values() for pair in zip(trace.steps, trace.steps[1:], strict=False)]
     drawn = {name for a, b in following for name in b["random"] if state_of(name, a) != state_of(name, b)}
     whole.generators = {name for name in drawn if not case.difference(partial(state_of, name))}
-    verdicts = {name: one.compare(case) for name, one in GUARANTEES.items() if one.judged != ALWAYS}
+    verdicts = {name: judged(name, case) for name, one in GUARANTEES.items() if one.judged != ALWAYS}
     wrong = {name: verdict.step or run.steps for name, verdict in verdicts.items() if verdict.status == "fails"}
     if drawn and not whole.generators:
         wrong["random numbers"] = 1
@@ -401,7 +388,7 @@ def compare_wholes(run: Run, again: Run) -> Whole:
     if wrong.keys() & {"weights", "losses", "final weights"}:
         whole.differs = all_bits(f"two whole runs differ from step {first} on") | whole.differs
     whole.ordered = "samples" not in wrong
-    if not whole.ordered and samples(case).status == "ok":
+    if not whole.ordered and judged("samples", case).status == "ok":
         del whole.differs["samples"]
     return whole
 
@@ -409,7 +396,7 @@ def compare_wholes(run: Run, again: Run) -> Whole:
 def judge(case: Case) -> dict[str, Verdict]:
     """Return the verdict on each guarantee that can be judged. One that starts over has restored nothing: that it ends like
     the whole run says only that it repeats."""
-    verdicts = {"resumes": resumes(case)}
+    verdicts = {"resumes": judged("resumes", case)}
     differs, before = case.whole.differs, Case(case.whole, case.killed, case.killed)
     for value in (lambda step: step["after"][0], lambda step: step["loss"]):
         found = before.difference(value)
@@ -420,11 +407,11 @@ def judge(case: Case) -> dict[str, Verdict]:
         if name in verdicts or unasked or (guarantee.judged != ALWAYS and not case.comparable):
             continue
         if name in differs:
-            verdicts[name] = Verdict("left out", differs[name])
+            verdicts[name] = left_out(differs[name])
         elif guarantee.judged == RANKS and case.other_ranks:
-            verdicts[name] = Verdict("left out", "another number of ranks")
+            verdicts[name] = left_out("another number of ranks")
         else:
-            verdicts[name] = guarantee.compare(case)
+            verdicts[name] = judged(name, case)
             if guarantee.judged != ALWAYS and not case.start and verdicts[name].status == "ok":
-                verdicts[name] = Verdict("not seen", "it starts over: nothing was restored")
+                verdicts[name] = not_seen("it starts over: nothing was restored")
     return verdicts

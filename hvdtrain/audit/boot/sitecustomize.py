@@ -41,6 +41,9 @@ ORDER = json.loads(os.environ.get("HVDTRAIN_AUDIT", "null"))
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 UNREAD = [-1, "", 0]
 FACTORS: dict[Any, Any] = {}  # odd numbers, on each device
+KERNEL = ctypes.CDLL(None)
+CHANGES = 0xFCE  # of inotify: all events but opening, reading, and closing what was read
+encode = json.JSONEncoder(default=str).encode
 # Runs before a call until its yield, and the rest after it; yields the name of a place.
 Around = Generator[str, Any, None]
 torch: Any = None  # this file may not import it before the program does
@@ -51,19 +54,26 @@ def digest(*parts: bytes) -> str:
 
 
 def memory_of(tensor: Any) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    """Raises TypeError for one that has none of its own, as quantized ones have."""
+    if not (start := tensor.data_ptr()) and tensor.nbytes:
+        raise TypeError(f"{type(tensor).__name__} does not say where its values are")
+    return ctypes.string_at(start, tensor.nbytes)
+
+
+def local(tensor: Any) -> Any:
+    """Return what this rank has of it: a DTensor has no memory of its own."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
 def raw(tensor: Any) -> bytes:
     """Return the bytes of a tensor; of a large one, wherever it is, sums of its 64-bit words in exact integers."""
-    if (size := tensor.nbytes) < 4096 and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
-        return ctypes.string_at(tensor.data_ptr(), size)  # soon: most tensors of a small model
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):  # a DTensor: the part of this rank
-        tensor = tensor.to_local()
-    if tensor.layout != torch.strided:
-        return raw(tensor.coalesce().values()) if tensor.layout == torch.sparse_coo else raw(tensor.to_dense())
-    tensor = tensor.contiguous()
+    if tensor.layout is torch.strided and (size := tensor.nbytes) < 4096 and tensor.is_cpu and tensor.is_contiguous():
+        if start := tensor.data_ptr():
+            return ctypes.string_at(start, size)  # soon: most tensors of a small model
+    elif tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return raw(tensor.indices()) + raw(tensor.values())
+    tensor = local(tensor if tensor.layout is torch.strided else tensor.to_dense()).contiguous()
     if tensor.nbytes < 4096 or tensor.nbytes % 8:
         return memory_of(tensor.cpu())
     # A part of a larger tensor, as after a broadcast of many in one, may begin between two words.
@@ -111,16 +121,18 @@ def generators() -> dict[str, int]:
 
 def rows_of(tensor: Any, sums: list[int] | None = None) -> list[int]:
     """Return a checksum of each row. sums: those of another tensor's rows, which these continue."""
-    data = tensor.detach().cpu().contiguous()
+    data = local(tensor).cpu().contiguous()
     sums = sums or [0] * len(data)
-    rows = struct.iter_unpack(f"{data.nbytes // len(data)}s", memory_of(data)) if data.nbytes else []
-    return [zlib.crc32(row, start) for (row,), start in zip(rows, sums, strict=True)] if data.nbytes else sums
+    if not data.nbytes:
+        return sums
+    rows = struct.iter_unpack(f"{data.nbytes // len(data)}s", memory_of(data))
+    return [zlib.crc32(row, start) for (row,), start in zip(rows, sums, strict=True)]
 
 
 def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
     """Return content and index of each row. Inputs that have no row for each sample belong to the content of all."""
-    columns = [tensor for tensor in inputs if len(tensor) == len(inputs[0])]
-    shared = zlib.crc32(b"".join(raw(tensor) for tensor in inputs if len(tensor) != len(inputs[0])))
+    columns = [tensor for tensor in inputs if len(tensor) == len(inputs[0]) and tensor.layout is torch.strided]
+    shared = zlib.crc32(b"".join(raw(tensor) for tensor in inputs if not any(tensor is column for column in columns)))
     contents = [shared] * len(inputs[0])
     for tensor in columns:
         contents = rows_of(tensor, contents)
@@ -171,20 +183,35 @@ def persistent_buffers(modules: Any) -> Iterator[Any]:
             yield from persistent_buffers(module._modules.values())
 
 
-def newest_file(optimizer: Any) -> list[Any]:
-    """Return time of change, path and size of the newest file under {out} that may have the weights of a rank in it."""
-    smallest = max(1, sum(p.nbytes for p in parameters_of(optimizer)) // 2 // int(os.environ.get("WORLD_SIZE", 1)))
-    folders: list[str] = [ORDER["out"]]
-    newest: list[Any] = []
-    for folder in folders:
-        with contextlib.suppress(OSError):  # another process has removed it
-            entries = list(os.scandir(folder))
-            folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if entry.is_file() and (status := entry.stat()).st_size >= smallest:
-                        newest = max(newest, [status.st_mtime_ns, entry.path[len(ORDER["out"]) + 1 :], status.st_size])
-    return newest
+class Files:
+    """What is written under {out}. Listed again once the kernel tells of a change (inotify); if it can't, at each step."""
+
+    def __init__(self) -> None:
+        self.pid = self.changes = -1
+        self.told = False
+        self.found: list[list[Any]] = []  # of each file: time of change, path, size
+
+    def newest(self, optimizer: Any) -> list[Any]:
+        """Return the newest file that may have the weights of a rank in it."""
+        if self.pid != os.getpid():  # at first, and after a fork: both would read what is told to one
+            self.pid, self.told = os.getpid(), False
+            self.changes = getattr(KERNEL, "inotify_init1", lambda _: -1)(os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError):  # nothing has changed
+            self.told = self.told and not os.read(self.changes, 1 << 16)
+        if not self.told:
+            self.look()
+        least = max(1, sum(p.nbytes for p in parameters_of(optimizer)) // 2 // int(os.environ.get("WORLD_SIZE", 1)))
+        return max((file for file in self.found if file[2] >= least), default=[])
+
+    def look(self) -> None:
+        folders = [os.fsencode(folder) for folder, *_ in os.walk(ORDER["out"]) if self.changes >= 0]
+        watches = [KERNEL.inotify_add_watch(self.changes, folder, CHANGES) for folder in folders]
+        self.told, self.found = min(watches, default=-1) >= 0, []
+        for path in [Path(folder, name) for folder, _, names in os.walk(ORDER["out"]) for name in names]:
+            with contextlib.suppress(OSError):  # another process has removed it
+                self.told = self.told and not path.is_symlink()  # what it leads to may change elsewhere
+                status = path.stat()
+                self.found.append([status.st_mtime_ns, str(path)[len(ORDER["out"]) + 1 :], status.st_size])
 
 
 class Batches:
@@ -227,7 +254,7 @@ class Recorder:
         # What names each optimizer in every run, and its last `after`; how many have the same class and shapes.
         self.known: weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]] = weakref.WeakKeyDictionary()
         self.alike: Counter[str] = Counter()
-        self.batches = Batches()
+        self.batches, self.files = Batches(), Files()
         # Of the step to come:
         self.rows: list[tuple[int, Any]] = []
         self.losses: list[Any] = []
@@ -244,7 +271,7 @@ class Recorder:
             self.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         if self.limit:
             limit_file_size(None)
-        text, written = (json.dumps({"kind": kind, **line}, default=str) + "\n").encode(), 0
+        text, written = (encode({"kind": kind, **line}) + "\n").encode(), 0
         with contextlib.suppress(OSError):
             written = os.write(self.log, text)
         if written < len(text):  # a full disk: an empty file still has room
@@ -323,7 +350,7 @@ class Recorder:
             buffers=digest(*map(raw, persistent_buffers(self.modules.values()))), random=self.random or generators(),
             contents=array.array("I", [row[0] for row in self.rows]).tobytes().hex(), indices=[row[1] for row in self.rows],
             loss=[repr(float(loss)) for loss in self.losses], scale=scale,
-            file=newest_file(optimizer) if rank() == 0 else [],
+            file=self.files.newest(optimizer) if rank() == 0 else [],
         )  # fmt: skip
         self.rows, self.losses, self.random = [], [], None
         self.steps, self.calls = self.steps + 1, 0
@@ -404,8 +431,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
+        if (spec := importlib.util.find_spec(fullname)) and spec.loader:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:

@@ -1,5 +1,6 @@
 """How the audited program is started, ended and read: with shells in its place, which import nothing."""
 
+import io
 import json
 import sys
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.audit.attempts import NotAudited, Program, members, traces
+from hvdtrain.audit.attempts import NotAudited, Program, copy, members, traces
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -45,6 +46,13 @@ def test_what_it_says_and_writes_and_how_it_ends(tmp_path):
     run, seconds = shell(tmp_path, "sleep 60", "hung", 0.5)
     assert (run.code, run.last_line(), run.metrics, seconds < 30) == (None, "it said nothing", None, True)
     assert 0.5 <= run.seconds <= seconds
+
+
+def test_what_it_says_is_read_where_a_disk_has_no_room(tmp_path):
+    """Else it would wait for a reader."""
+    said = io.BytesIO(bytes(1 << 20))
+    copy(said, Path("/dev/full"), tmp_path / "lost")
+    assert (said.read(), (tmp_path / "lost").exists()) == (b"", True)
 
 
 def test_processes_that_stay_are_told_and_ended(tmp_path):

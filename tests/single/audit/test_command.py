@@ -81,10 +81,12 @@ def test_lines_for_which_a_disk_has_no_room_are_missed(audited, tmp_path):
 def test_another_command_goes_on_with_another_number_of_ranks(server, audited, tmp_path):
     """The first command line can't: it would start as many ranks again. What the runs wrote is kept."""
     again = " ".join(program(server, "none", 2))
-    words = ["--then-np", "2", "--resume-command", again, "--kills", "1", "--keep", "--", *program(server, "none")]
+    words = ["--then-np", "2", "--resume-command", again, "--kills", "1", "--keep", "--from-step", "33"]
+    words += ["--", *program(server, "none")]
     code, said, progress = audited(*words)
     assert code == 0, (said, progress)
     (kill,) = json.loads((tmp_path / "audit/audit.json").read_text())["kills"]
+    assert int(kill["kill"].split()[2].rstrip(",")) >= 33
     assert kill["verdicts"]["samples"]["text"] == "each as often; their order is left out"
     assert kill["verdicts"]["final weights"] == {"status": "left out", "text": "another number of ranks", "step": None}
     assert len(list((tmp_path / "audit").glob("kill-1-resumed.[01].*"))) == 2
@@ -106,7 +108,7 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
     causes = "learning rates: the scheduler's state_dict is not in the checkpoint: its schedule starts again.\nlosses: "
     assert causes in done.stdout
     (line,) = re.findall("^ {4}(python -m audit .*)", done.stdout, re.M)
-    assert line.startswith("python -m audit --output-dir out --kills 1 --junit j.xml --only-kill 1 --seed 5 -- ")
+    assert line.startswith("python -m audit --output-dir out --kills 1 --seed 5 --junit j.xml --only-kill=1 -- ")
     assert int(ElementTree.parse(tmp_path / "j.xml").getroot().attrib["failures"]) == 4
     again = subprocess.run(line, shell=True, **run)
     assert again.stdout.partition("guarantee")[2] == done.stdout.partition("guarantee")[2]

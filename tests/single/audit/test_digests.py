@@ -1,8 +1,10 @@
 """The recorder by itself: a digest is of a tensor's values, wherever they lie in memory; what counts as training."""
 
 import importlib.util
+import itertools
 import os
 import random
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hvdtrain import audit
 
@@ -61,6 +66,26 @@ def test_a_step_that_only_makes_an_optimizers_state_is_none_of_the_training(reco
     assert [line["first"] for line in lines] == [True, False]
     assert lines[0]["after"][0] != lines[1]["before"][0] == lines[1]["after"][0]  # with a learning rate of 0
     assert {line["key"].rpartition(" ")[2] for line in lines} == {"0"}
+
+
+def test_a_tensor_without_memory_of_its_own(recorder):
+    """As DTensors, of which a rank has a part: what stood in unused memory was read."""
+    with pytest.raises(TypeError, match="Tensor does not say where its values are"):
+        recorder.memory_of(torch.empty(3, device="meta"))
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    whole = torch.ones(4, 2)
+    part = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert (recorder.raw(part), recorder.rows_of(part)) == (recorder.raw(whole), recorder.rows_of(whole))
+    distributed.destroy_process_group()
+
+
+def test_a_sparse_tensor_is_where_its_values_are_too(recorder):
+    at, other = (torch.sparse_coo_tensor([[0, place]], [1.0, 2.0], (9,), check_invariants=True) for place in (3, 4))
+    assert recorder.raw(at) != recorder.raw(other)
+    assert recorder.raw(at) == recorder.raw(at.clone())
+    dense = torch.ones(9, 2)
+    assert len(recorder.samples([dense, at], recorder.Batches())) == 9  # of a graph: it belongs to all
+    assert recorder.samples([dense, at], recorder.Batches()) != recorder.samples([dense, other], recorder.Batches())
 
 
 class Iterator:
@@ -150,14 +175,46 @@ def test_a_rank_ends_by_itself_alone(recorder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_counts_if_half_of_the_weights_fit(recorder, tmp_path):
-    recorder.ORDER["out"] = str(tmp_path)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(100))])
-    (tmp_path / "deep").mkdir()
-    for at, (name, size) in enumerate((("old", 900), ("deep/half", 200), ("log", 199))):
-        (tmp_path / name).write_bytes(b"x" * size)
-        os.utime(tmp_path / name, (at, at))
-    assert recorder.newest_file(optimizer)[1:] == ["deep/half", 200]
-    (tmp_path / "deep/again").symlink_to(tmp_path)
-    (tmp_path / "deep/half").write_bytes(b"x" * 300)  # in place
-    assert recorder.newest_file(optimizer)[1:] == ["deep/half", 300]
+FULL = SimpleNamespace(inotify_init1=lambda flags: os.open(os.devnull, flags), inotify_add_watch=lambda *_: -1)
+
+
+@pytest.mark.parametrize("kernel", [None, object(), FULL], ids=["inotify", "none", "its limit is reached"])
+def test_a_file_counts_if_half_of_the_weights_fit(kernel, recorder, tmp_path, monkeypatch):
+    """Whether the kernel tells of changes, or all is listed at each step. It is listed no more often than that."""
+    monkeypatch.setattr(recorder, "KERNEL", kernel or recorder.KERNEL)
+    recorder.ORDER["out"] = str(tmp_path / "out")
+    optimizer, smaller = (torch.optim.SGD([torch.nn.Parameter(torch.ones(n))]) for n in (100, 10))
+    files, looks, times = recorder.Files(), [], itertools.count()
+    monkeypatch.setattr(files, "look", lambda look=files.look: (looks.append(1), look()))
+
+    def newest(*written, of=optimizer):
+        """Path and size of the newest file after more was written, and how often all was listed, of three times."""
+        for path, size in ((tmp_path / name, size) for name, size in written):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x" * size)
+            os.utime(path, (at := next(times), at))
+        looks.clear()
+        (found,) = {tuple(files.newest(of)[1:]) for _ in range(3)}
+        return *found, len(looks)
+
+    never, once, twice, always = range(4) if kernel is None else [3] * 4
+    assert newest() == (always,)  # it is not there yet
+    assert newest(("out/old", 900), ("out/deep/half", 200), ("out/log", 199)) == ("deep/half", 200, once)
+    assert newest(of=smaller) == ("log", 199, never)
+    assert newest(("out/deep/half", 300)) == ("deep/half", 300, once)  # in place
+    assert newest(("new", 400)) == ("deep/half", 300, never)
+    (tmp_path / "new").rename(tmp_path / "out/deep/new")
+    assert newest() == ("deep/new", 400, once)
+    assert newest(("out/later/one", 500)) == ("later/one", 500, once)
+    if not os.fork():  # what is told to both would be read by one
+        os._exit(newest(("out/later/one", 600)) != ("later/one", 600, once))
+    assert (os.wait()[1], next(times)) == (0, 6)
+    assert newest() == ("later/one", 600, once)
+    (tmp_path / "out/deep/link").symlink_to(tmp_path / "elsewhere")
+    for size in (700, 800):
+        assert newest(("elsewhere", size)) == ("deep/link", size, always)
+    (tmp_path / "out/deep/link").unlink()
+    (tmp_path / "out/deep/folder").symlink_to(tmp_path)
+    assert newest() == ("later/one", 600, twice)  # first, it reads what was told meanwhile
+    shutil.rmtree(tmp_path / "out")
+    assert newest() == (always,)

@@ -155,7 +155,9 @@ def test_each_difference_is_told():
     assert failing(resumed) == {"samples": "each as often, in another order, from step 9 on"}
     resumed = run(8, STEPS)
     resumed.ranks[0].steps[0]["random"] = {"torch": 0}
-    resumed.ranks[0].steps[-1]["after"] = ["x", None]
+    resumed.ranks[0].steps[-1]["loss"] = ["x"]  # it has an effect, although the weights are the same
+    assert failing(resumed).keys() == {"random numbers", "losses"}
+    resumed.ranks[0].steps[-1] = step(11, after=["x", None])
     assert failing(resumed) == {"random numbers": "torch from step 9 on", "final weights": "other bits"}
 
 
