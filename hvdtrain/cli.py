@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import choose_engine
@@ -50,8 +50,16 @@ class RemovedFlag(argparse.Action):
         raise UserError(f"{flag} is no longer a flag: {self.const}", everywhere=True)
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError on invalid input: one line instead of the usage text from every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        where = "; give them before the command" if self._subparsers else ""
+        raise UserError(f"{message} (--help lists every flag{where})", everywhere=True)
+
+
+class Parser(OneLineParser):
+    """The parser of a command, or of a program."""
 
     def __init__(self, name: str, description: str | None):
         super().__init__(
@@ -62,8 +70,9 @@ class Parser(argparse.ArgumentParser):
         )
         self.may_change: frozenset[str] = MAY_CHANGE
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)", everywhere=True)
+    def add_subparsers(self, **settings: Any) -> Any:
+        """The same as argparse's. Flags of the parser itself stand before the command's name."""
+        return super().add_subparsers(**{"parser_class": OneLineParser} | settings)
 
     def set_help(self, **texts: str) -> None:
         """Replace the help texts of flags, where a script's default is not the common one."""

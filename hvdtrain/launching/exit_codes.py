@@ -1,5 +1,6 @@
 """How a program ends: one line on standard error and an exit code."""
 
+import argparse
 import re
 import socket
 import sys
@@ -35,7 +36,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = main()
     except (UserError, Failure) as error:
         end_with(error)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, argparse.ArgumentError) as error:
         if (with_remedy := of_the_user(str(error))) is None:
             raise
         end_with(with_remedy)
@@ -43,7 +44,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def of_the_user(message: str) -> UserError | Failure | None:
-    """Return the error with its remedy, if the `message` of an error of torch tells of no fault of the program."""
+    """Return the error with its remedy, if the `message` of an error of torch or argparse has one."""
+    if twice := re.match("argument .*: conflicting option strings?: (.*)", message):
+        name = twice[1].partition(",")[0].lstrip("-").replace("-", "_")
+        remedy = f"leave it out, and use flags.{name} of the flags that parse_args() returns, or take another name"
+        return UserError(f"the parser has {twice[1]} already, as each training run does: {remedy}", everywhere=True)
     if re.search("gloo/transport/.*(reset by peer|closed by peer|Broken pipe)", message):  # in a collective
         return Failure("the connection to another rank was lost: see what that rank printed, and start again")
     if "can't start new thread" in message:

@@ -25,7 +25,8 @@ COUNTED = (".py", ".sh", ".sbatch", ".patch")
 BUDGETS = {
     # With batches by the memory of the GPUs, the loader for loops of others, virtual ranks, plots of the report, lost steps.
     # And imagenet, which opens its data and counts what cannot be read, as any program does.
-    "hvdtrain/*": 3020,
+    # And commands in a program's parser.
+    "hvdtrain/*": 3030,
     "hvdtrain/analysis": 460,
     "hvdtrain/audit": 1380,  # with what the kernel tells of files under {out}, a full disk, parts of tensors, --from-step
     # With one state of many ranks, numbers and tensors that a state lacks, also of what an object holds, modes of modules.

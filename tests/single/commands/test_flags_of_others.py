@@ -1,4 +1,4 @@
-"""What the flags of hvdtrain.doctor, report and make_shards do: what is checked, which files."""
+"""What the flags of hvdtrain.doctor, report and make_shards do: what is checked, which files. And flags of a program."""
 
 import json
 import sys
@@ -8,6 +8,8 @@ import pytest
 
 from hvdtrain import doctor, export, report, training, unpack
 from hvdtrain.datasets import make_shards
+from hvdtrain.engines.errors import UserError
+from hvdtrain.launching import exit_codes
 from tests import image_set
 from tests.single.output.run_records import WHOLE, leave  # noqa: F401
 
@@ -71,3 +73,27 @@ def test_paths_are_those_at_the_start(tmp_path, monkeypatch):
     assert flags.list == [tmp_path / "a", Path("/b")]
     assert flags.resume == tmp_path / "old/run"
     assert parser.parse(["--engine", "serial"]).resume == "auto"
+
+
+def test_a_program_may_have_commands():
+    """add_subparsers ended with "unexpected keyword argument 'prog'"."""
+    parser = training.parser("own", None)
+    parser.add_subparsers(dest="command").add_parser("fit", help="train").add_argument("--width", type=int)
+    flags = parser.parse_args(["--epochs", "2", "fit", "--width", "3"])
+    assert (flags.epochs, flags.command, flags.width) == (2, "fit", 3)
+    for words, said in (("fit --epochs 2", "--epochs 2 .*; give them before the command"), ("fit --width x", "'x'")):
+        with pytest.raises(UserError, match=said):
+            parser.parse_args(words.split())
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_flag_of_every_training_run_is_not_defined_again(grouped, capfd):
+    """argparse's own traceback said so."""
+
+    def main():
+        parser = training.parser("own", None)
+        (parser.add_argument_group("mine") if grouped else parser).add_argument("--log-steps", type=int)
+
+    with pytest.raises(SystemExit, match="2"):
+        exit_codes.run_command(main)
+    assert "already, as each training run does: leave it out, and use flags.log_steps" in capfd.readouterr().err
