@@ -64,7 +64,7 @@ class Run:
         return self.ranks.get(rank, Trace())
 
     def last_line(self) -> str:
-        lines = [line for line in self.said.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in self.said.read_text(errors="replace").splitlines() if re.search(r"\w", line)]
         return lines[-1].strip()[-200:] if lines else "it said nothing"
 
 

@@ -39,7 +39,7 @@ def test_the_command_line(launcher, command, line, tmp_path):
 
 
 def test_what_it_says_and_writes_and_how_it_ends(tmp_path):
-    script = "mkdir $0; echo x=1 x=2; echo x=3 > $0/log; echo last >&2; echo; exit 3"
+    script = "mkdir $0; echo x=1 x=2; echo x=3 > $0/log; echo last >&2; echo ====; exit 3"
     run, _ = shell(tmp_path, script, metric_regex="x=(.)")
     assert (run.code, run.left, run.files, run.in_grace, run.steps) == (3, [], {"log": 4}, True, 0)
     assert (run.metrics, run.last_line()) == ({"its output": "2", "log": "3"}, "last")
