@@ -33,9 +33,9 @@ OF_THE_PROGRAM = contextlib.suppress(Exception)
 
 
 def size_of(held: Any) -> tuple[Any, ...]:
-    """Return the length of a list or dictionary, and the numbers among its first parts."""
+    """Return the length of a list or dictionary, and its first parts: numbers, and the identity of others."""
     parts = list(held.values() if isinstance(held, dict) else held)[:MOST_ELEMENTS]
-    return len(held), *(one for one in parts if type(one) in PLAIN_NUMBERS)
+    return len(held), *(one if type(one) in PLAIN_NUMBERS else id(one) for one in parts)
 
 
 class Carried:
@@ -126,13 +126,18 @@ class Carried:
     def _numbers_in(self, name: str, what: object) -> dict[str, Any]:
         """Return the numbers, and lengths of lists, of an object or a class, but for those that a method sets anew."""
         held, kind = dict[str, Any](), what if isinstance(what, type) else type(what)
-        called = {word for code, _ in self._loops for word in code.co_names}
+        called, data = {word for code, _ in self._loops for word in code.co_names}, isinstance(what, Dataset)
         for attribute, number in getattr(what, "__dict__", {}).items():
             number = size_of(number) if isinstance(number, CONTAINERS) else number
             if type(number) in (*PLAIN_NUMBERS, tuple) and not attribute.startswith("__"):
                 methods = [pair for base in kind.__mro__ for pair in vars(base).items()]
+                if data:  # what reading changes has a line of its own
+                    methods = [(method, one) for method, one in methods if method in called]
+                    codes = [one.__code__ for _, one in methods if isinstance(one, FunctionType)]
+                    if attribute not in called and not any(attribute in code.co_names for code in codes):
+                        continue
                 uses = {method: used for method, one in methods if (used := stores(one, attribute))}
-                at_times = called & uses.keys() and not self._is_set_anew(kind, attribute)
+                at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute)
                 if not uses or at_times or any("LOAD" in used for used in uses.values()):  # else as by set_epoch
                     held[f"{name}.{attribute}"] = number
         return held
@@ -164,7 +169,7 @@ class Carried:
         for name, value in held.items():
             if type(value) in PLAIN_NUMBERS:
                 marks[name] = value
-            elif numbers or id(value) in saved or isinstance(value, (Dataset, Sampler)):
+            elif numbers or id(value) in saved or isinstance(value, Sampler):
                 continue
             elif isinstance(value, CONTAINERS):
                 marks[name] = size_of(value)
@@ -179,6 +184,8 @@ class Carried:
                 for sampler in (value.sampler, getattr(value.batch_sampler, "sampler", None)):
                     for attribute, tensors in tensors_held(sampler).items():
                         marks[f"{name}.sampler.{attribute}"] = mark_of(tensors)
+                if self._is_own(type(value.dataset)) and not any(value.dataset is one for one in held.values()):
+                    marks |= self._numbers_in(f"{name}.dataset", value.dataset)
             elif self._is_own(type(value)):
                 marks |= self._numbers_in(name, value)
         if held is not self._globals:

@@ -35,6 +35,8 @@ def first_uses(
         uses = [
             verb for verb, which in zip(verbs, used, strict=False) if which == name and any(k in one.opname for k in of)
         ]
+        inner = one.argval if isinstance(one.argval, CodeType) and of is ATTRIBUTES else None  # such as a comprehension
+        uses += ["LOAD"] if inner and name in inner.co_names else []
         uses += ["STORE"] if verbs and used[0] in calls else ["LOAD"] if verbs and used[0] in stops else []
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")

@@ -1,18 +1,19 @@
 """What a program carries from step to step, or epoch to epoch, in variables of its own: a line says so.
 What it sets anew, or what a resumed run knows, is left alone."""
 
+import random
 import textwrap
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
 from tests.single.training.small import X, Y, flags_for
 
-USED = (AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)  # in the programs below
+USED = (random, AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)  # in the programs below
 SOURCE = """
 import time
 bad = 0
@@ -97,6 +98,26 @@ class Centred(nn.Module):
         self.centre = 0.9 * self.centre + 0.1 * x.mean()
 
 
+class Rows(Dataset):
+    def __init__(self):
+        self.order, self.epoch, self.read = [(k,) for k in range(40)], 0, []
+
+    def shuffle(self):
+        self.order = [self.order[k] for k in torch.randperm(40)]
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        self.order = [((k + self.epoch) % 40,) for k in range(40)]
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        place = self.order[index][0]
+        return X[place], Y[place]
+
+
 class Odd:
     @property
     def __dict__(self):
@@ -117,6 +138,7 @@ class State:
 WEIGHTED = (
     "loader = DataLoader(TensorDataset(X, Y), 8, sampler=WeightedRandomSampler(torch.ones(40), 40))\ndata = (loader,)"
 )
+ROWS = "rows = Rows()\nloader = DataLoader(rows, 8)\ndata = (loader,)"
 LOST = {  # by what the line names: before the loop, at the head of an epoch, after a step, at the end of an epoch
     "best": ("best, bad = 9.0, 0", "", "", "if value < best:\n    best, bad = value, 0\nelse:\n    bad += 1"),
     "best, bad": ("best, bad = None, 0", "", "", "bad += 1\nif best is None or value < best:\n    best = value"),
@@ -130,6 +152,9 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "centre": ("centre = torch.zeros(1)", "", "centre = 0.9 * centre + 0.1 * y.mean()", ""),
     "average.decay": ("average = Average()", "", "if step.number == 2:\n    average.set_decay(0.5)", ""),
     "centred.centre": ("centred = Centred()", "", "centred.update(y)", ""),
+    "rows.order": (ROWS, "rows.shuffle()", "", ""),
+    "loader.dataset.order": (ROWS + "\ndel rows", "random.shuffle(loader.dataset.order)", "", ""),
+    "pairs": ("pairs = list(zip(X, Y))\ndata = (DataLoader(pairs, 8),)", "random.shuffle(pairs)", "", ""),
     "the global bad": ("", "", "", "worse()"),
     "Counted.BAD": ("", "", "", "Counted.check(value)"),
     "loader.sampler.weights": (WEIGHTED, "", "", "loader.sampler.weights = 1.0 + torch.rand(40).double()"),
@@ -154,6 +179,7 @@ KEPT = {
     "weights": (WEIGHTED, "loader.sampler.weights = 1.0 + torch.rand(40).double()", "", ""),
     "decay": ("average = Average()", "average.set_decay(0.5 if epoch else 0.2)", "", ""),
     "centred": ("centred = Centred()", "", "centred(y)", ""),
+    "rows": (ROWS, "rows.set_epoch(epoch)", "", ""),
     "odd": ("odd = Odd()", "", "", ""),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
