@@ -40,8 +40,8 @@ def start(recorded: str, folder: str, *model: int) -> None:
     """Train in a process of its own, forked after the imports. It writes into a file how long a step took."""
     if not os.fork():
         if recorded:
-            order = {"log": f"{folder}/log", "out": f"{folder}/out", "whole": recorded, "kill": None}
-            os.environ["HVDTRAIN_AUDIT"] = json.dumps(order)
+            os.mkdir(out := f"{folder}/out")  # as programs do at their start, or with their first checkpoint
+            os.environ["HVDTRAIN_AUDIT"] = json.dumps(dict(log=f"{folder}/log", out=out, whole=recorded, kill=None))
             runpy.run_path(RECORDER)
         Path(folder, f"step-{recorded}").write_text(str(train(*model)))
         os._exit(0)
