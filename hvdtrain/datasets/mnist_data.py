@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import io
 import os
-import queue
 import threading
 import time
 import zlib
@@ -259,41 +258,37 @@ def get(url: str, limit: int, deadline: float) -> bytes:
     (time.monotonic) or in a long silence, and what urllib raises."""
     import urllib.request
 
-    # urllib's timeout applies to each address of a host separately, and not to name resolution. Only a separate thread,
-    # which is abandoned after the time limit, bounds the total.
-    parts: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    body, problems = bytearray(), list[Exception]()
     over = threading.Event()
 
     def transfer() -> None:
         try:
             # Takes proxies from the environment. A redirect to http does no harm: the content is verified.
             request = urllib.request.Request(url, headers={"User-Agent": "hvdtrain"})
-            # The loop below notices a silence first, and says so.
-            with urllib.request.urlopen(request, timeout=2 * DOWNLOAD_SILENCE_SECONDS) as answer:
-                while not over.is_set() and (part := answer.read1(1 << 18)):
-                    parts.put(part)
-            parts.put(b"")
+            with urllib.request.urlopen(request, timeout=DOWNLOAD_SILENCE_SECONDS) as answer:
+                while len(body) <= limit and not over.is_set() and (part := answer.read1(1 << 18)):
+                    body.extend(part)
         except Exception as error:
-            parts.put(error)
+            problems.append(error)
 
-    threading.Thread(target=transfer, daemon=True, name="download").start()
-    body = bytearray()
-    try:
-        while len(body) <= limit:
-            left = deadline - time.monotonic()
-            part = parts.get(timeout=max(0.0, min(left, DOWNLOAD_SILENCE_SECONDS)))
-            if isinstance(part, Exception):
-                raise part
-            if not part:
-                return bytes(body)
-            body += part
-    except queue.Empty:
-        if left < DOWNLOAD_SILENCE_SECONDS:
-            raise TimeoutError(f"not done after {TOTAL_SECONDS:.0f} seconds in total") from None
-        raise TimeoutError(f"no answer in {DOWNLOAD_SILENCE_SECONDS:.2g} seconds") from None
-    finally:
-        over.set()
-    raise ValueError(f"sent more than the {limit:,} bytes that are possible")
+    # urllib's timeout applies to each address of a host separately, and not to name resolution. Only a separate thread,
+    # which is abandoned after the time limit, bounds the total.
+    thread = threading.Thread(target=transfer, daemon=True, name="download")
+    thread.start()
+    received = -1  # bytes, when it was last looked
+    while thread.is_alive() and received < len(body) and (left := deadline - time.monotonic()) > 0:
+        received = len(body)
+        thread.join(min(left, DOWNLOAD_SILENCE_SECONDS))
+    over.set()
+    if thread.is_alive():
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"not done after {TOTAL_SECONDS:.0f} seconds in total")
+        raise TimeoutError(f"no answer in {DOWNLOAD_SILENCE_SECONDS:.2g} seconds")
+    if problems:
+        raise problems[0]
+    if len(body) > limit:
+        raise ValueError(f"sent more than the {limit:,} bytes that are possible")
+    return bytes(body)
 
 
 # The embedded digits: 1,797 scans from the UCI repository, for use without a network. Source, citation and licence (CC BY

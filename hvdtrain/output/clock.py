@@ -67,12 +67,6 @@ def added(before: list[RankTimes], since: list[RankTimes]) -> list[RankTimes]:
     ]
 
 
-def by_rank(ranks: Sequence[RankTimes]) -> dict[str, list[float]]:
-    """Return each quantity under its name in a record, as a list over ranks."""
-    rows = [rank.fields() for rank in ranks]
-    return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
-
-
 def seconds_without_core() -> float:
     """Return how long the main thread was ready to run but had no core, in seconds; 0 if the kernel does not say."""
     turns = processes.turns(os.getpid())
@@ -164,7 +158,8 @@ class Clock:
 
     def per_rank(self) -> dict[str, list[float]]:
         """Return the sums since `restart` under their names in a record, each a list over ranks."""
-        return by_rank(self.totals)
+        rows = [rank.fields() for rank in self.totals]
+        return {name: [round(row[name], 6) for row in rows] for name in (rows[0] if rows else {})}
 
 
 class DeviceTimes:

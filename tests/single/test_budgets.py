@@ -35,7 +35,7 @@ BUDGETS = {
     # With parameters that are frozen or trained in the loop, what a loss has that is not prepared, data in another order.
     "hvdtrain/checkpoint": 3630,
     "hvdtrain/checks": 440,
-    "hvdtrain/datasets": 1600,
+    "hvdtrain/datasets": 1590,
     # The reason of any error, too.
     # With the watch of scripts that do not use hvdtrain, which guards had, the memory of the smallest GPU, --virtual-ranks,
     # ranks in different collectives, and the names of buffers, which loop and checkpoint had.
@@ -57,7 +57,7 @@ BUDGETS = {
     # With the number of batches of an evaluation.
     "hvdtrain/loop": 3260,
     "hvdtrain/models": 630,  # with a loss that is compiled with the head
-    "hvdtrain/output": 1620,  # with --virtual-ranks, a record that is removed, where the best checkpoint and exports are
+    "hvdtrain/output": 1610,  # with --virtual-ranks, a record that is removed, where the best checkpoint and exports are
     "hvdtrain/training": 20,
     "launch": 4810,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
