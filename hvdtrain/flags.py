@@ -39,6 +39,7 @@ class Flags(argparse.Namespace):
         self._typed: dict[str, object] = {}
         self._engine_reason = ""
         self._on_large_gpus: dict[str, object] = {}
+        self._amp_of_cpus = "off"
 
     def __getstate__(self) -> dict[str, object]:
         # Without the parser, whose types may be functions that cannot be sent to a data set's worker.
@@ -74,6 +75,15 @@ class Flags(argparse.Namespace):
     def on_large_gpus(self, **values: object) -> None:
         """Set these flags, which were not given, where each rank has a GPU of at least LARGE_GPU bytes: `settle` does."""
         self._on_large_gpus = values
+
+    @property
+    def amp_of_cpus(self) -> str:
+        """The --amp of CPUs, if none is given."""
+        return self._amp_of_cpus
+
+    def bf16_on_cpus(self) -> None:
+        """Without --amp, compute in bf16 on CPUs that multiply it, too: of networks that were measured to be faster."""
+        self._amp_of_cpus = "auto"
 
     def settle(self, gpu_bytes: int) -> None:
         """Set the flags that follow from the memory of the smallest GPU; 0: a rank has none."""

@@ -55,6 +55,8 @@ RECIPES: dict[str, dict[str, object]] = {
 MEMORY_FORMATS = {"channels_last": "channels_last", "contiguous": "contiguous_format"}
 ACCURACY = training.Metric("max", percent=True)
 METRICS = {"accuracy": ACCURACY, "accuracy_top5": ACCURACY, "loss": training.Metric("min")}
+# Depthwise convolutions, as in mobilenet and efficientnet, are slower in bf16 on a CPU (docs/evidence/accuracy.md).
+FASTER_IN_BF16 = ("resnet", "vit")
 TEST_BATCH = 64  # images of an evaluation's batch, on a CPU
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, from 0 to 1: red, green, blue
 
@@ -83,11 +85,16 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add("--memory-format", choices=formats, default="channels_last", help="of the images and of computing")
     add("--compile", action="store_true", help="torch.compile the model")
     add_optimization(parser)
-    parser.set_help(lr="peak learning rate, before scaling (default: 0.1 times --batch-size over 256)")
+    parser.set_help(
+        lr="peak learning rate, before scaling (default: 0.1 times --batch-size over 256)",
+        amp="compute in this type where safe (default: auto, bf16 where possible; on CPUs for resnet and vit only)",
+    )
     # For the first five, see describe_data.
     parser.may_change_on_resume("dataset", "data_dir", "train_shards", "test_shards", "train_samples")
     parser.may_change_on_resume("compile", "max_corrupt", "memory_format", "workers")
     flags = parser.parse(argv, RECIPES)
+    if flags.model.startswith(FASTER_IN_BF16):
+        flags.bf16_on_cpus()
     known = (flags.recipe, flags.model) == ("cosine", "resnet50") and flags.image_size <= 224  # to fit
     if known and flags.evaluate is None and parser.parse(argv).batch_size is None:
         flags.on_large_gpus(batch_size=256)  # at 64, the host is the limit (docs/evidence/gpus.md)

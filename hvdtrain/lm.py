@@ -92,9 +92,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         epochs="passes through the text, instead of --steps",
         batch_size="sequences per rank and micro-batch (default: those of the recipe's step, shared by the ranks)",
         accumulate="micro-batches per step (default: at most 12 sequences in one, 32 on GPUs of 70 GiB)",
+        amp="compute in this type where it is safe; auto: bf16 where possible (default: auto)",
     )
     parser.may_change_on_resume("text", "tokenizer", "compile", "sample", "sample_tokens", "temperature")
     flags = parser.parse(argv, RECIPES)
+    flags.bf16_on_cpus()
     if flags.epochs is not None:
         if (steps := parser.parse(argv).steps) is not None:
             message = f"--steps {steps} cannot go with --epochs {flags.epochs}: leave one of them out"

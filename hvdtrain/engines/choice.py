@@ -169,18 +169,22 @@ def choose_compression(engine: Engine, asked: str) -> str:
     return "none"
 
 
-def choose_amp(engine: Engine, asked: str | None) -> str:
-    """Return "off", "fp16" or "bf16". For "auto": "bf16" if every rank's device supports it, else "off". For None: as
-    "auto" on GPUs, "off" on CPUs.
+def choose_amp(engine: Engine, asked: str | None, of_cpus: str = "off", began: str | None = None) -> str:
+    """Return "off", "fp16" or "bf16". For "auto": "bf16" if every rank's device supports it, else "off". For None: as the
+    run that is resumed, else as "auto" on GPUs, and `of_cpus` on CPUs. A collective.
 
-    A collective for "auto", and for None on GPUs.
+    began: of the run that is resumed. It does not change, wherever that goes on.
     """
+    if asked is None and began in ("off", "bf16"):
+        if began == "bf16":
+            engine.notes.append("amp bf16: as when the run began")
+        return began
     if asked is None:
-        asked = "auto" if engine.device.type == "cuda" else "off"
+        asked = "auto" if engine.device.type == "cuda" else of_cpus
     if asked != "auto":
         return asked
     if all(engine.all_gather_object(computes_in_bf16(engine.device), "amp")):
-        engine.notes.append("amp bf16: every rank's device has instructions for it")
+        engine.notes.append("amp bf16: every rank's device has instructions for it (--amp off: float32)")
         return "bf16"
     engine.notes.append(
         "amp off: not every rank's device has instructions for bf16, which would be slower than float32"

@@ -189,7 +189,8 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     compile_cache.use_private()  # for a program that calls torch.compile itself
     state = checkpoints.resume.begin()
     flags.compression = choice.choose_compression(engine, flags.compression)
-    flags.amp = choice.choose_amp(engine, flags.amp)
+    config = checkpoints.resume.facts["config"] if checkpoints.resume.facts is not None else {}
+    flags.amp = choice.choose_amp(engine, flags.amp, flags.amp_of_cpus, config.get("amp"))
     if flags.gradient_predivide_factor is None:
         flags.gradient_predivide_factor = choice.default_predivision(flags.compression, engine.size)
 

@@ -129,11 +129,11 @@ STEPS = {
 
 
 def of_steps(key: str, name: str, processes: int, ours: str, other: str) -> Measure:
-    """Seconds of a sample with the flags `ours`, over those with `other`, in steps of one of STEPS."""
+    """Seconds of a sample with the flags `ours`, over those with `other`, in steps of one of STEPS, in float32."""
 
     def seconds(setting: Setting, flags: str) -> float:
         out = Path(tempfile.mkdtemp(dir=setting.scratch))
-        words = [*STEPS[name].split(), *flags.split(), "--threads", "1", "--no-progress", "--log-steps", "2"]
+        words = f"{STEPS[name]} --amp off {flags} --threads 1 --no-progress --log-steps 2".split()
         job(mpirun(processes, "-m", *words, "--checkpoint-steps", "0", "--output-dir", str(out)), out / "log")
         events = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         rates = [event["samples_per_second"] for event in events if event["event"] == "train"]

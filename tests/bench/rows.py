@@ -158,10 +158,10 @@ def of_training() -> tuple[Group, ...]:
             for name in ("resnet18", "lm") for processes in (1, 2, 4) for key in (f"virtual-{name}-{processes}",)
         ),
         *(
-            Group(key, of_steps(key, name, 2, "--amp off", "--amp bf16"), (
+            Group(key, of_steps(key, name, 2, batch, f"{batch} --amp bf16"), (
                 Row(key, f"`{name}`, 2 ranks, in bf16 over float32", "≥ 1.2", "whether the processor multiplies bf16"),
             ))
-            for name in ("resnet18", "lm") for key in (f"amp-{name}",)
+            for name, batch in (("resnet18", "--batch-size 16"), ("lm", "--batch-size 6")) for key in (f"amp-{name}",)
         ),
         Group("fixed-cost", fixed_cost, (
             Row("fixed-cost", f"{default}, 2 ranks: milliseconds of a step without forward, backward and loading",

@@ -11,7 +11,7 @@ PROGRAMS = "docs/programs"
 IMAGES = (
     "hvdtrain.imagenet --dataset synthetic --train-samples 32 --model shufflenet_v2_x0_5 --image-size 32 --batch-size 8"
 )
-LM = "hvdtrain.lm --text LICENSE --steps 8 --recipe shakespeare-cpu"
+LM = "hvdtrain.lm --text LICENSE --steps 8 --recipe shakespeare-cpu --amp off"
 
 
 class Attempt(NamedTuple):

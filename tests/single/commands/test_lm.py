@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hvdtrain import benchmark, imagenet, lm
+from hvdtrain import benchmark, imagenet, lm, mnist
 from hvdtrain.engines.errors import UserError
 from tests.single.examples import one_line
 
@@ -69,6 +69,20 @@ def test_batches_are_larger_on_gpus_with_the_memory_for_them(parse, words, expec
     assert flags.batch_size == before
     flags.settle(80 * 10**9)
     assert (flags.batch_size, getattr(flags, "accumulate", 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "words", "expected"),
+    [
+        (lm.parse, "", "auto"),
+        (imagenet.parse, "--model resnet18", "auto"),
+        (imagenet.parse, "--model mobilenet_v3_small", "off"),
+        (mnist.parse, "", "off"),
+    ],
+)
+def test_what_is_faster_in_bf16_on_a_cpu_computes_in_it(parse, words, expected):
+    flags = parse(words.split())
+    assert (flags.amp, flags.amp_of_cpus) == (None, expected)
 
 
 def test_ranks_that_cannot_share_the_windows_are_told_so():

@@ -222,22 +222,33 @@ def test_step_of_a_resumed_adam_stays_where_rank_zero_has_it(fused, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("device", "able", "asked", "expected"),
+    ("device", "able", "asked", "more", "expected"),
     [
-        ("cpu", True, None, "off"),
-        ("cpu", True, "auto", "bf16"),
-        ("cuda", True, None, "bf16"),
-        ("cuda", False, None, "off"),
-        ("cuda", True, "off", "off"),
-        ("cuda", True, "fp16", "fp16"),
+        ("cpu", True, None, (), "off"),
+        ("cpu", True, "auto", (), "bf16"),
+        ("cuda", True, None, (), "bf16"),
+        ("cuda", False, None, (), "off"),
+        ("cuda", True, "off", (), "off"),
+        ("cuda", True, "fp16", (), "fp16"),
+        ("cpu", True, None, ("auto",), "bf16"),
+        ("cpu", False, None, ("auto",), "off"),
+        ("cpu", True, "off", ("auto",), "off"),
+        # A run that is resumed stays as it began.
+        ("cpu", True, None, ("auto", "off"), "off"),
+        ("cpu", False, None, ("off", "bf16"), "bf16"),
+        ("cuda", True, None, ("off", "off"), "off"),
+        ("cpu", True, "bf16", ("off", "off"), "bf16"),
     ],
 )
-def test_gpus_compute_in_bf16_unless_told_otherwise_and_cpus_in_float32(device, able, asked, expected, monkeypatch):
+def test_gpus_compute_in_bf16_unless_told_otherwise_and_some_programs_on_cpus(
+    device, able, asked, more, expected, monkeypatch
+):
     monkeypatch.setattr("hvdtrain.engines.choice.computes_in_bf16", lambda device: able)
     engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
     engine.device = torch.device(device)
-    assert choose_amp(engine, asked) == expected
-    assert bool(engine.notes) == (asked == "auto" or (device == "cuda" and asked is None))
+    assert choose_amp(engine, asked, *more) == expected
+    automatic = device == "cuda" or asked == "auto" or more[:1] == ("auto",)
+    assert bool(engine.notes) == (asked in (None, "auto") and (expected == "bf16" or (automatic and len(more) < 2)))
 
 
 @pytest.fixture

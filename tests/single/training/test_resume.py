@@ -21,7 +21,7 @@ from hvdtrain.engines.lock import Lock
 from hvdtrain.guards.activity import Activity
 from hvdtrain.loop.state import Initial
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import train
+from tests.single.training.small import Trained, flags_for, train
 from tests.single.unwritable import UNWRITABLE
 
 
@@ -165,6 +165,16 @@ def test_a_batch_size_that_nobody_gave_may_differ_on_other_ranks(tmp_path, monke
         alone(tmp_path, "--model cosinenet --batch-size 64")
     assert alone(tmp_path, "--model cosinenet") == 0
     assert "global batch kept at 255: the run began on 3 ranks; now up to 255 per rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("began", "default"), [("off", "auto"), ("bf16", "off")])
+def test_without_the_flag_a_run_computes_as_it_began(began, default, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.engines.choice.computes_in_bf16", lambda device: True)
+    Trained("--output-dir", str(tmp_path), "--amp", began, epochs=1)
+    flags = flags_for("--output-dir", str(tmp_path))
+    monkeypatch.setattr(flags, "_amp_of_cpus", default)
+    with training.start(flags) as run:
+        assert run.flags.amp == began
 
 
 def test_two_runs_cannot_write_in_one_place(copy, monkeypatch):
