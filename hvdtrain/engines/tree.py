@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.compression import in_memory_order
-from hvdtrain.engines.distributed_optimizer import buckets
+from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets
 
 Node = tuple[int, int]  # of the tree: its level, 0 for a rank, and its place in it
 # Numbers: each gradient begins at a multiple of it in what is exchanged, as kernels may add otherwise elsewhere.
@@ -202,7 +202,10 @@ class Gradients:
             if parameter not in self._hooked:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
                 self._hooked.add(parameter)
-        groups = [group for of_dtype in alike.values() for group in buckets(of_dtype)]
+        # An exchange has two collectives, in place of one: half as many of them on CPUs. GPUs have the largest anyway.
+        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        limit = 2 * bucket_bytes(size) if self._engine.device.type == "cpu" else None
+        groups = [group for of_dtype in alike.values() for group in buckets(of_dtype, limit)]
         self._buckets = [
             SummedBucket(self._engine, f"gradients {self._number} {at}", of) for at, of in enumerate(groups)
         ]
