@@ -26,7 +26,7 @@ def without_ssh(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.leaves("pytest-of-")  # directories of the pytest that it starts
+@pytest.mark.leaves("pytest-of-", "vader_segment", "ompi.")  # of the pytest that it starts, and of killed ranks
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(
     bool(os.environ.get("HVDTRAIN_TEST_UNTIL")),
