@@ -309,6 +309,13 @@ class Checkpoints:
                 return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
         return None
 
+    def file_of(self, step: int) -> Path | None:
+        """Return the checkpoint after `step` steps; None: this rank writes none, or it was not written."""
+        if self._writer is None:
+            return None
+        path = self._writer.directory / checkpoint.name_of(step)
+        return path if path.exists() else None
+
     def load_best(self, models: Sequence[nn.Module], step: int, heartbeat: Callable[[], None]) -> None:
         """Give the models what they had after `step` steps, in the checkpoint that is kept as the best. A collective."""
         with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.best"):

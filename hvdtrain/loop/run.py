@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.checkpoint import Facts, name_of
+from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.own import IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES
@@ -474,7 +474,8 @@ class Run(RunTools):
         if self.data.input is not None:
             self.data.input.close()
         if best := self.best:
-            file = {"checkpoint": name_of(best.step)} if self.checkpoints.writes else {}
+            where = self.checkpoints.file_of(best.step)
+            file = {"checkpoint": where.name} if where is not None else {}
             extra["best"] = dict(metric=best.metric, value=best.value, epoch=best.epoch + 1, step=best.step) | file
         self.metrics_logger.end(self._shared.prepared.models if self._shared is not None else [], extra)
         if unsaved:

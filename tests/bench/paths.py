@@ -65,7 +65,7 @@ def trace(out: Path, *, stop: bool) -> None:
             thread = "main" if threading.get_ident() == threading.main_thread().ident else "other"
             function = Function(code.co_filename.removeprefix(prefix), code.co_qualname, thread)
             called[-1].add(function)
-            if code.co_name in ("evaluating", "epochs"):  # which goes on with its loop after the block
+            if code.co_name in ("evaluating", "_epochs"):  # which goes on with its loop after the block
                 evaluates = code.co_name == "evaluating"
             if evaluates:
                 evaluation.add(function)

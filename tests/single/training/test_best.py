@@ -1,6 +1,8 @@
 """The best epoch, early stopping, and a run that has ended: started again, it trains no more."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from hvdtrain import export, training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import Killed, N, X, Y, flags_for
 
@@ -61,6 +63,17 @@ def test_a_run_that_early_stopping_has_ended_trains_no_more(at_head, tmp_path, c
     longer = program(tmp_path, epochs=9, patience=None, values=[*VALUES, 0.95])
     assert longer[0] == (5, (2, 0.9))
     assert longer[-1] == (8, (8, 0.95))
+
+
+def test_a_best_checkpoint_that_was_not_written_is_not_named(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    with pytest.raises(Failure, match="could not be written"):
+        program(tmp_path, epochs=4, patience=None)
+    assert capsys.readouterr().out.splitlines()[-1] == "best score 0.9000, of epoch 3"
+    assert "checkpoint" not in summary(tmp_path)["best"]
 
 
 def test_the_last_lines_say_which_epoch_is_best_and_that_a_run_has_finished(tmp_path, capsys, monkeypatch):
