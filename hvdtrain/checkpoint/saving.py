@@ -309,19 +309,16 @@ class Checkpoints:
                 return {"metric": name, "direction": metric.direction, "value": state.evaluation[name]}
         return None
 
-    def file_of(self, step: int) -> Path | None:
-        """Return the checkpoint after `step` steps; None: this rank writes none, or it was not written."""
-        if self._writer is None:
-            return None
-        path = self._writer.directory / checkpoint.name_of(step)
-        return path if path.exists() else None
+    def has(self, name: str) -> bool:
+        """Return whether this rank has written the checkpoint of this name."""
+        return self._writer is not None and (self._writer.directory / name).exists()
 
     def load_best(self, models: Sequence[nn.Module], step: int, heartbeat: Callable[[], None]) -> None:
         """Give the models what they had after `step` steps, in the checkpoint that is kept as the best. A collective."""
         with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.best"):
-            if self._writer is not None and self.resume.directory is not None:
+            if self._writer is not None:
                 self._writer.flush(heartbeat)
-                path = self.resume.directory / checkpoint.name_of(step)
+                path = self._writer.directory / checkpoint.name_of(step)
                 try:
                     _, tensors = checkpoint.read_checkpoint(path)
                 except (checkpoint.Damaged, OSError) as error:

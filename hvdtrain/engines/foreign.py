@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.distributed_optimizer import buckets, use_buckets
+from hvdtrain.engines.buckets import buckets, use_buckets
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.launchers import Announced, remedy

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine, Reduction
+from hvdtrain.engines.buckets import bucket_bytes, buckets
 from hvdtrain.engines.compression import in_memory_order
-from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets
 
 Node = tuple[int, int]  # of the tree: its level, 0 for a rank, and its place in it
 # Numbers: each gradient begins at a multiple of it in what is exchanged, as kernels may add otherwise elsewhere.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.checkpoint import Facts
+from hvdtrain.checkpoint.checkpoint import Facts, name_of
 from hvdtrain.checkpoint.own import IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES
@@ -474,8 +474,7 @@ class Run(RunTools):
         if self.data.input is not None:
             self.data.input.close()
         if best := self.best:
-            where = self.checkpoints.file_of(best.step)
-            file = {"checkpoint": where.name} if where is not None else {}
+            file = {"checkpoint": name} if self.checkpoints.has(name := name_of(best.step)) else {}
             extra["best"] = dict(metric=best.metric, value=best.value, epoch=best.epoch + 1, step=best.step) | file
         self.metrics_logger.end(self._shared.prepared.models if self._shared is not None else [], extra)
         if unsaved:

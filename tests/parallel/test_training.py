@@ -91,7 +91,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(engine):
 
 
 def test_small_buckets_change_nothing_but_rounding_and_repeat_to_the_bit(engine, monkeypatch):
-    monkeypatch.setattr("hvdtrain.engines.distributed_optimizer.bucket_bytes", lambda total: 100)
+    monkeypatch.setattr("hvdtrain.engines.buckets.bucket_bytes", lambda total: 100)
     ours, again, theirs = train(engine)[0], train(engine)[0], train_alone(3 * engine.size)[0]
     assert_same_weights(ours, theirs, rtol=1e-4, atol=1e-6)
     assert_same_weights(ours, again, rtol=0, atol=0)

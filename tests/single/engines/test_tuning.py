@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvdtrain.checkpoint.resume import RUN_LOCK_SECONDS
-from hvdtrain.engines.distributed_optimizer import bucket_bytes, buckets, refuse_small_cache
+from hvdtrain.engines.buckets import bucket_bytes, buckets, refuse_small_cache
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.library_settings import (
     ABORT_DELAY,

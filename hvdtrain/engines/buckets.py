@@ -1,4 +1,4 @@
-"""Makes `hvd.DistributedOptimizer`: fixed buckets, what is sent of gradients, and what Horovod would lose of the optimizer.
+"""Fixed buckets of gradients: each is reduced as a whole, the same at every step, so that runs are reproducible.
 
 Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 """
@@ -6,14 +6,10 @@ Comments that begin with "Trap" describe behavior observed with Horovod 0.28.1.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
-from hvdtrain.engines.base import WIRE_DTYPES, Reduction
-from hvdtrain.engines.compression import GradientCompressor, send_buckets_together
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.library_settings import RELEASED_CAPACITY
 
@@ -89,58 +85,3 @@ def refuse_small_cache(tensors: int, environment: Mapping[str, str]) -> None:
         raise UserError(
             f"HOROVOD_CACHE_CAPACITY is {capacity}, too small for {tensors} gradients: set it to {needed} or more, or to 0"
         )
-
-
-def distributed_optimizer(
-    hvd: ModuleType, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]], reduction: Reduction,
-    size: int,
-) -> torch.optim.Optimizer:  # fmt: skip
-    """Return Horovod's optimizer for `optimizer`. Raises UserError on every rank.
-
-    named: its parameters. size: the number of ranks.
-    """
-    op = {"average": hvd.Average, "sum": hvd.Sum}[reduction.reduction]
-    wire_dtype, predivide, factor_after = WIRE_DTYPES[reduction.compression], 1.0, 1.0
-    if reduction.compression != "none" or reduction.predivide != 1.0:
-        op, predivide = hvd.Sum, reduction.predivide
-        factor_after = predivide / size if reduction.reduction == "average" else predivide
-    if complex_ := next((name for name, parameter in named if parameter.is_complex()), None):
-        raise UserError(f"{complex_} is complex, which Horovod does not reduce: use --engine ddp", everywhere=True)
-    compressor: Any = GradientCompressor(wire_dtype, predivide, factor_after)
-    plain = wire_dtype is None and predivide == factor_after == 1.0
-    if plain and all(parameter.is_contiguous() for _, parameter in named):
-        compressor = hvd.Compression.none
-    options: dict[str, Any] = dict(
-        named_parameters=named,
-        compression=compressor,
-        op=op,
-        # Horovod sums the micro-batches; the weights of `sharding.PlannedBatch` turn the sum into a mean.
-        backward_passes_per_step=reduction.accumulate,
-    )
-    try:
-        distributed: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, **options)
-    except TypeError as error:
-        message = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does ({error})"
-        raise UserError(f"{message}: give its arguments defaults, or use --engine ddp", everywhere=True) from error
-    except Exception as error:  # whatever the author's class raises, such as one around another optimizer
-        message = f"{type(optimizer).__name__} cannot be made from parameters alone, as Horovod does"
-        raise UserError(f"{message}: use --engine ddp", everywhere=True) from error
-    # Trap: it is another object of the class, made from `param_groups` alone: without the other arguments of the script,
-    # hooks, and state that is not empty at the beginning.
-    vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
-    kind: Any = type(distributed)
-
-    def step(self: Any, *closure: Any) -> Any:
-        """As Horovod's, which hands on `None` as the closure, and a step of the script's own may take none."""
-        if self._should_synchronize:
-            self.synchronize()
-        self._synchronized = False
-        return super(kind, self).step(*closure)
-
-    # torch puts the hooks of an optimizer around the step of each class that is not marked as `hooked`. This step calls that
-    # of the script's class, which has them.
-    step.hooked = True  # type: ignore[attr-defined] # of a function
-    kind.step = step
-    if isinstance(compressor, GradientCompressor):
-        send_buckets_together(kind, hvd, compressor)
-    return distributed
