@@ -37,7 +37,8 @@ def first_uses(
         ]
         inner = one.argval if isinstance(one.argval, CodeType) and of is ATTRIBUTES else None  # such as a comprehension
         uses += ["LOAD"] if inner and name in inner.co_names else []
-        uses += ["STORE"] if verbs and used[0] in calls else ["LOAD"] if verbs and used[0] in stops else []
+        if verbs and "_FAST" not in one.opname:  # a variable may have the name of a method
+            uses += ["STORE"] if used[0] in calls else ["LOAD"] if used[0] in stops else []
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")
             continue

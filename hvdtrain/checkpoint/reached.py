@@ -1,0 +1,144 @@
+"""What the names of a program reach, by path, such as `trainer.stop.best`: numbers, tensors, arrays and collections, with
+what shows whether they change. Followed are objects of the program's own classes, and what functions and generators hold.
+"""
+
+import argparse
+import contextlib
+import enum
+import itertools
+import operator
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, GeneratorType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from hvdtrain.engines.portable import is_array, is_scalar
+
+PLAIN = (bool, int, float, complex, type(None))
+COLLECTIONS = (list, tuple, dict, set, deque)
+MOST_PARTS, MOST_LEAVES, DEEPEST = 1_000, 10_000, 6
+MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+class Leaf(NamedTuple):
+    """What is reached. owner: whose attribute or variable it is: of an object, a class, a function; None: of the program."""
+
+    mark: object
+    owner: object = None
+
+
+def is_plain(value: object) -> bool:
+    """Return whether `value` is a number, also one of numpy, None or a member of an enumeration."""
+    return type(value) in PLAIN or is_scalar(value) or isinstance(value, enum.Enum)
+
+
+def attributes_of(what: object) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots; of a module, without what each has."""
+    slots = [name for kind in type(what).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(what, name)]
+    held = {name: getattr(what, name) for name in slots if not name.startswith("__")} | getattr(what, "__dict__", {})
+    return {name: one for name, one in held.items() if not (isinstance(what, nn.Module) and name in OF_ANY_MODULE)}
+
+
+def parts_of(collection: Any) -> Iterator[tuple[object, Any]]:
+    """Yield the first parts of a collection, with their keys or numbers."""
+    pairs = collection.items() if isinstance(collection, dict) else enumerate(collection)
+    return itertools.islice(iter(pairs), MOST_PARTS)
+
+
+class Reached:
+    """Collects what names reach. is_own: whether a class or function is the program's. apart: the identities of what is
+    saved, and of weights. mark_of: returns what changes with tensors."""
+
+    def __init__(self, is_own: Callable[[Any], bool], apart: set[int], mark_of: Callable[[list[Tensor]], object]):
+        self.leaves = dict[str, Leaf]()
+        self._is_own, self._apart, self._mark_of, self._seen = is_own, apart, mark_of, set[int]()
+
+    def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
+        """Add what this path reaches."""
+        if is_plain(value):
+            self.leaves[path] = Leaf(value, owner)
+            return
+        if id(value) in self._apart | self._seen or depth > DEEPEST or len(self.leaves) > MOST_LEAVES:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.grad_fn is None:
+                self.leaves[path] = Leaf(self._mark_of([value]), owner)
+        elif is_array(value) or isinstance(value, COLLECTIONS):
+            self.leaves[path] = Leaf(self._mark(value), owner)
+            for inner, one in self._followed_in(value):
+                self.add(f"{path}{inner}", one, owner, depth + 1)
+        else:
+            for inner, one in self._held_by(path, value, owner):
+                self.add(f"{path}{inner}", one, value, depth + 1)
+
+    def _is_followed(self, value: Any) -> bool:
+        return isinstance(value, SimpleNamespace | argparse.Namespace) or self._is_own(type(value))
+
+    def _followed_in(self, collection: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+        """Yield the objects of the program in a collection, and in those within it."""
+        for key, one in parts_of(collection) if isinstance(collection, COLLECTIONS) and depth < DEEPEST else ():
+            if isinstance(one, COLLECTIONS):
+                yield from ((f"[{key!r}]{inner}", other) for inner, other in self._followed_in(one, depth + 1))
+            elif self._is_followed(one):
+                yield f"[{key!r}]", one
+
+    def _held_by(self, path: str, value: Any, owner: object) -> Iterator[tuple[str, Any]]:
+        """Yield what an object holds that is no collection, by the rest of its path."""
+        held: dict[str, Any] = {}
+        if isinstance(value, nn.Module):
+            tensors = [*value.parameters(), *value.buffers()]
+            if any(id(one) in self._apart or one.grad_fn is not None for one in tensors):
+                return  # a model, or what is around one
+            if tensors:
+                self.leaves[path] = Leaf(self._mark_of(tensors), owner)
+            for inner, module in value.named_modules():
+                if self._is_own(type(module)):
+                    held |= {f"{inner}.{name}".lstrip("."): one for name, one in attributes_of(module).items()}
+        elif isinstance(value, FunctionType):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):  # it is empty
+                    held[name] = cell.cell_contents
+            held |= vars(value)
+        elif isinstance(value, type):
+            held = {name: one for name, one in vars(value).items() if not name.startswith("__") and not callable(one)}
+        elif isinstance(value, MethodType):
+            yield "", value.__self__
+        elif isinstance(value, partial):
+            held = dict(func=value.func, args=value.args, keywords=value.keywords)
+        elif isinstance(value, GeneratorType):
+            held = {} if value.gi_frame is None else value.gi_frame.f_locals
+        elif isinstance(value, DataLoader):
+            held = dict(
+                dataset=value.dataset, sampler=value.sampler, of_batches=getattr(value.batch_sampler, "sampler", None)
+            )
+        elif isinstance(value, Sampler):  # which the resumed run begins anew, but for what the program has given it
+            held = {name: one for name, one in attributes_of(value).items() if isinstance(one, Tensor)}
+        elif isinstance(value, itertools.count):
+            self.leaves[path] = Leaf(repr(value), owner)
+        elif self._is_followed(value):
+            held = attributes_of(value)
+        elif not hasattr(value, "__len__") and (left := operator.length_hint(value, -1)) >= 0:  # such as iter(a_list)
+            self.leaves[path] = Leaf(left, owner)
+        for name, one in held.items():
+            if not isinstance(one, FunctionType | type) or self._is_own(one):
+                yield f".{name}", one
+
+    def _mark(self, value: Any, depth: int = 0) -> object:
+        """Return what shows whether an array or a collection changes: numbers, and the identity of others."""
+        if is_plain(value):
+            return value
+        if id(value) not in self._apart and isinstance(value, Tensor):
+            return value.data_ptr(), value._version
+        if is_array(value) and not value.dtype.hasobject:
+            first = value.flat[: max(1, MOST_BYTES // max(1, value.itemsize))]
+            return value.shape, str(value.dtype), zlib.crc32(first.tobytes())
+        if isinstance(value, COLLECTIONS) and depth < DEEPEST:
+            return len(value), *(self._mark(one, depth + 1) for _, one in parts_of(value))
+        return id(value)
