@@ -35,6 +35,7 @@ from hvdtrain.output.recorded_runs import read_runs, time_shares
 from tests.facts import own_tensors, sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
+from tests.single.output.run_records import LANGUAGE
 
 # IDX
 
@@ -378,6 +379,8 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path):
         {},
         [],
         {"format": checkpoint.CHECKPOINT_FORMAT, "config": {}, "state": {"x": 1}},
+        sound_facts(config=[1, 2]),
+        sound_facts(data=[1, 2]),
     ],
 )
 def test_other_content_with_a_right_checksum_is_refused_and_not_passed_over(content, saved, engine, tmp_path):
@@ -411,12 +414,14 @@ EVENTS = [
     {"event": "end", "time": 11.0, "test_accuracy": 0.9, "test_loss": 0.4, "samples": 64, "total_seconds": 9.0},
 ]  # fmt: skip
 RUN = [event | {"elapsed": event["time"]} for event in EVENTS]
+WHOLE = [event | {"elapsed": event["time"] - 90.0} for event in LANGUAGE]
+RESUMED = [*WHOLE, WHOLE[0], {"event": "resume", "time": 120.0, "step": 2}, *WHOLE[1:]]
 
 
 @tried(60)
 @given(data=st.data())
 def test_any_record_of_a_run_makes_a_page_or_is_refused(data, tmp_path):
-    events = data.draw(changed(RUN))
+    events = data.draw(changed(data.draw(st.sampled_from([RUN, RESUMED]))))
     lines = "".join(json.dumps(event) + "\n" for event in events) if isinstance(events, list) else json.dumps(events)
     record = lines.encode()
     (tmp_path / "metrics.jsonl").write_bytes(data.draw(st.just(record) | spoilt(record)))

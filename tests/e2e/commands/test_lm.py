@@ -7,7 +7,7 @@ import pytest
 
 from tests.audited import audit
 from tests.e2e.launchers import LAUNCHERS, PYTHON, ROOT, Done, events, launch, summary
-from tests.single.output.test_tensorboard import scalars
+from tests.single.output.test_run_output import scalars
 
 SHAKESPEARE = Path(
     os.environ.get("HVDTRAIN_TEST_TEXT", str(ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launchers import events, summary, train
-from tests.single.output.test_tensorboard import scalars
+from tests.single.output.test_run_output import scalars
 
 pytestmark = pytest.mark.slow  # tests/single/output has the formats
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,17 @@ import torch
 from hvdtrain import doctor
 from hvdtrain.checks import host, nvidia_smi
 from hvdtrain.checks.findings import Findings, Here, show
-from tests.single.checks.nvidia_smi import GPU, put
 
+# Columns and spellings are those of driver 580; the values are made up.
+GPU = "NVIDIA H100 80GB HBM3, 81559, 580.65.06, Disabled, Default"
 H100 = ["H100", "81559", "580.65.06", "Disabled", "Default"]  # as gpus.ABOUT
+
+
+def put(directory: Path, gpus: list[str], code: int = 0) -> None:
+    """Write an nvidia-smi that lists `gpus` into `directory`, which belongs on PATH."""
+    path = directory / "nvidia-smi"
+    path.write_text("\n".join(["#!/bin/sh", "cat <<E", *gpus, "E", f"exit {code}", ""]))
+    path.chmod(0o755)
 
 
 def faults(found: Findings) -> list[str]:
@@ -173,3 +182,34 @@ def test_findings_are_said_without_control_characters(capsys):
     said = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in said)
     assert r"a\x1b[2Jb" in said
+
+
+# ---- what nvidia-smi says
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return lambda *what, **more: put(tmp_path, *what, **more)
+
+
+def test_gpus(said):
+    said([GPU, GPU.replace("Disabled", "Enabled")])
+    first, second = nvidia_smi.answer("gpu=name")
+    assert first == ["NVIDIA H100 80GB HBM3", "81559", "580.65.06", "Disabled", "Default"]
+    assert dict(zip(nvidia_smi.ABOUT, second, strict=True))["mig.mode.current"] == "Enabled"
+    said([])
+    assert nvidia_smi.answer("gpu=name") == []
+
+
+def test_an_nvidia_smi_that_is_missing_fails_or_says_nothing(said, tmp_path, monkeypatch):
+    said(["NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"], code=9)
+    with pytest.raises(OSError, match="ended with 9: NVIDIA-SMI has failed"):
+        nvidia_smi.answer("gpu=name")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(nvidia_smi, "NVIDIA_SMI_SECONDS", 0.2)
+    with pytest.raises(OSError, match="no answer"):
+        nvidia_smi.answer("gpu=name")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(OSError, match="no nvidia-smi on PATH"):
+        nvidia_smi.answer("gpu=name")

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain import imagenet, lm, mnist, training
-from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.features.evaluate_only import Predictions, write_predictions
 from tests import image_set
@@ -176,17 +175,6 @@ def test_a_list_that_is_given_takes_the_place_of_that_of_the_run():
 
 EVALUATE = ("--evaluate", "{tmp}/run")
 PREDICT = (*EVALUATE, "--predict", "{tmp}/p.csv")
-
-
-@pytest.mark.parametrize("name", ["config", "data"])
-@pytest.mark.parametrize("flag", ["evaluate", "resume"])
-def test_a_checkpoint_whose_flags_are_a_list_is_refused_in_one_line(flag, name, tmp_path):
-    own_program(tmp_path / "run")
-    path = checkpoint.checkpoints_in(tmp_path / "run" / "checkpoints")[0]
-    facts, tensors = checkpoint.read_checkpoint(path)
-    checkpoint.write_checkpoint(path, facts | {name: [1, 2]}, tensors)
-    with pytest.raises(UserError, match="another version of hvdtrain wrote this checkpoint"):
-        own_program(None, f"--{flag}", str(path))
 
 
 @pytest.mark.parametrize("ending", ["csv", "safetensors"])

@@ -197,11 +197,6 @@ def test_effect(name, look, expected, run):
 # ---- every script
 
 
-def test_the_loss_scaler_is_that_of_fp16(run):
-    assert run("many").run.shared().prepared.scaler.get_scale() == 1.0
-    assert run("few").run.shared().prepared.scaler.get_scale() > 1.0  # without it, small gradients are lost
-
-
 def test_the_seed_is_that_of_the_weights_and_of_the_order(run):
     torch.manual_seed(7)
     weights = MODELS["convnet-nonorm"]().state_dict()
@@ -230,15 +225,6 @@ def test_resume_never_begins_anew_and_a_path_starts_from_it(run, tmp_path):
     assert len(continued.rates) == 4  # of its second epoch alone
     assert len(trained(mnist, f"{flags} --epochs 1 --resume never", tmp_path / "out").rates) == 4
     assert (tmp_path / "out" / "checkpoints.1").is_dir()
-
-
-@pytest.mark.parametrize(("choice", "expected"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda", "cuda")])
-def test_a_device_that_is_chosen(choice, expected, engine, monkeypatch):
-    """On a machine with a GPU, as far as torch says."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr("hvdtrain.engines.gpu.take_gpu", lambda index: torch.device("cuda", index))
-    assert engine.choose_device(choice).type == expected
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -29,11 +29,6 @@ def train(monkeypatch, flags: str) -> int:
     return lm.main()
 
 
-def test_a_second_text_is_added_to_the_first():
-    """It took the place of the first."""
-    assert [path.name for path in lm.parse(["--text", "a", "b", "--text", "c"]).text] == ["a", "b", "c"]
-
-
 def test_the_recipe_keeps_its_windows_on_any_number_of_ranks():
     for ranks in (1, 2, 3, 4, 6, 12):
         flags = lm.parse([])

@@ -77,64 +77,39 @@ def test_what_ddp_alone_can_do_is_taken():
     assert parse(["--engine", "ddp", "--deterministic", "--tuning", "off"]).deterministic
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ({"0.weight": torch.zeros(1)},
-            "does not match the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model"),
-        ({}, "the file lacks it"),
-        ([1, 2], "holds list, not a state_dict"),
-    ],
-    ids=["shape", "empty", "list"],
-)  # fmt: skip
-def test_weights_that_do_not_fit_are_refused(content, complaint, tmp_path):
-    path = tmp_path / "w.pt"
-    torch.save(content, path)
-    with pytest.raises(UserError) as caught:
-        load_weights(ConvNet(), path)
-    assert complaint in str(caught.value)
+def only_of_matrices(change):
+    return lambda states: {name: change(one) if one.dim() == 2 else one for name, one in states.items()}
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda name, t: t.to_sparse() if t.dim() == 2 else t, "9.weight is sparse: save dense tensors"),
-        (lambda name, t: t.to("meta"), "without values (on the meta device): save dense"),
-        (lambda name, t: t.to(torch.complex64) if t.dim() == 2 else t, "9.weight is complex: save dense"),
-        (lambda name, t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8) if t.dim() == 2 else t, "9.weight is quantized"),
-    ],
-    ids=["sparse", "meta", "complex", "quantized"],
-)  # fmt: skip
+def renamed(prefix):
+    return lambda states: {prefix + name: one for name, one in states.items()}
+
+
+WEIGHTS = {  # what is saved, of the state_dict, and what is said
+    "another shape": (lambda _: {"0.weight": torch.zeros(1)},
+        "does not match the model: 0.weight is (1,) in the file, (16, 1, 5, 5) in the model"),
+    "nothing": (lambda _: {}, "the file lacks it"),
+    "a list": (lambda _: [1, 2], "holds list, not a state_dict"),
+    # load_state_dict ended in a traceback, and took the real part of complex weights.
+    "sparse": (only_of_matrices(torch.Tensor.to_sparse), "9.weight is sparse: save dense tensors"),
+    "without values": (only_of_matrices(lambda one: one.to("meta")), "without values (on the meta device): save dense"),
+    "complex": (only_of_matrices(lambda one: one.to(torch.complex64)), "9.weight is complex: save dense"),
+    "quantized": (only_of_matrices(lambda one: torch.quantize_per_tensor(one, 0.1, 0, torch.qint8)),
+        "9.weight is quantized"),
+    # In place of torch's long text, with escape codes, and of flags that a program of one's own lacks.
+    "a whole model": (lambda _: ConvNet(),
+        "(it holds a whole model, or other objects): save it with torch.save(model.state_dict())"),
+    "a part": (renamed("body."), "its names begin with body.: save the state_dict of that part"),
+    "DDP": (renamed("module."), "names are those of a wrapped model: save"),
+    "compiled": (renamed("_orig_mod."), "names are those of a wrapped model: save"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
 @pytest.mark.filterwarnings("ignore:.*quantize")
-def test_weights_without_plain_values_are_one_line(change, complaint, tmp_path):
-    """load_state_dict ended in a traceback, and took the real part of complex weights."""
-    path, model = tmp_path / "w.pt", ConvNet()
-    torch.save({name: change(name, tensor) for name, tensor in model.state_dict().items()}, path)
+def test_weights_that_do_not_fit_are_refused_in_one_line(case, tmp_path):
+    change, complaint = WEIGHTS[case]
+    torch.save(change(ConvNet().state_dict()), tmp_path / "w.pt")
     with pytest.raises(UserError) as caught:
-        load_weights(model, path)
+        load_weights(ConvNet(), tmp_path / "w.pt")
     assert complaint in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("saved", "said"),
-    [
-        (lambda model: model,
-            r"\(it holds a whole model, or other objects\): save it with torch.save\(model.state_dict\(\)\)$"),
-        (lambda model: {f"body.{name}": one for name, one in model.state_dict().items()},
-            r"its names begin with body.: save the state_dict of that part$"),
-    ],
-)  # fmt: skip
-def test_weights_of_a_whole_model_or_of_one_around_it_say_how_to_save_them(saved, said, tmp_path):
-    """In place of torch's long text, with escape codes, and of flags that a program of one's own lacks."""
-    path, model = tmp_path / "w.pt", ConvNet()
-    torch.save(saved(model), path)
-    with pytest.raises(UserError, match=said):
-        load_weights(model, path)
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_weights_of_a_wrapped_model_say_how_to_save_them(prefix, tmp_path):
-    path, model = tmp_path / "w.pt", ConvNet()
-    torch.save({prefix + name: tensor for name, tensor in model.state_dict().items()}, path)
-    with pytest.raises(UserError, match="names are those of a wrapped model: save"):
-        load_weights(model, path)

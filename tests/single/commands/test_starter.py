@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.launching.meeting import Place, place_of_rank
 from hvdtrain.launching.rendezvous import meeting_point
@@ -82,9 +81,3 @@ def test_the_first_host_of_a_slurm_job(nodes, first, monkeypatch):
     """Also in a container, where Slurm's own commands are not there."""
     monkeypatch.setenv("PATH", "")
     assert meeting_point({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "10007"}, "Slurm") == (first, 20007)
-
-
-def test_meeting_point():
-    assert meeting_point({"MASTER_ADDR": "a", "MASTER_PORT": "9000"}, "Slurm") == ("a", 9000)
-    with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"):
-        meeting_point({"MASTER_ADDR": "a"}, "torchrun")

@@ -1,6 +1,7 @@
 """hvdtrain.datasets.mnist_data: MNIST files found, verified, and named when wrong."""
 
 import gzip
+import hashlib
 import os
 import tracemalloc
 import warnings
@@ -173,19 +174,44 @@ def test_a_cache_where_others_write_is_not_used(tmp_path: Path) -> None:
         assert cache_directory("mnist") is None
 
 
-# The real one
+# ---- the digits of the package
 
 
-def real_mnist() -> Path:
-    return Path(os.environ.get("HVDTRAIN_TEST_MNIST", "/nowhere"))
+def test_shapes_ranges_and_the_split() -> None:
+    train_images, train_labels, test_images, test_labels = mnist_data.load_digits()
+    assert train_images.shape == (1415, 1, 28, 28)
+    assert test_images.shape == (382, 1, 28, 28)
+    assert train_labels.shape == (1415,)
+    assert test_labels.shape == (382,)
+    assert train_images.dtype == test_images.dtype == torch.uint8
+    assert train_labels.dtype == test_labels.dtype == torch.int64
+    assert train_images.min() == 0
+    assert train_images.max() == 255
+    # As the UCI page counts its 1,797 test samples.
+    counts = torch.bincount(torch.cat([train_labels, test_labels])).tolist()
+    assert counts == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    # The split is where a form begins: each begins with 0 to 9, three times.
+    assert train_labels[:30].tolist() == test_labels[:30].tolist() == [*range(10)] * 3
 
 
-@pytest.mark.skipif(not real_mnist().is_dir(), reason="no MNIST named: HVDTRAIN_TEST_MNIST=DIR")
-def test_real_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the real checksums
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")  # every file is verified here and now
-    data = mnist_data.load_dataset("mnist", real_mnist())
-    assert torch.bincount(data.train_labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert torch.bincount(data.test_labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert abs(data.train_images.float().mean().item() / 255 - 0.1307) < 1e-4
-    assert data.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
+def test_the_same_bytes_on_every_machine() -> None:
+    train_images, _, test_images, _ = mnist_data.load_digits()
+    content = bytes(torch.cat([train_images, test_images]).flatten().tolist())
+    assert hashlib.sha256(content).hexdigest() == "2bae2174a30390301b23dbdba141ddc539f0a2acaa6286c45568055700255b12"
+
+
+@pytest.mark.parametrize("damage", ["missing", "not gzip", "truncated", "other content"])
+def test_a_damaged_package_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    content = mnist_data.DIGITS_FILE.read_bytes()
+    monkeypatch.setattr(mnist_data, "DIGITS_FILE", tmp_path / "digits.gz")
+    if damage != "missing":
+        damaged = {"not gzip": b"x", "truncated": content[:-20], "other content": gzip.compress(bytes(116805))}[damage]
+        mnist_data.DIGITS_FILE.write_bytes(damaged)
+    with pytest.raises(UserError, match="install hvdtrain again"):
+        mnist_data.load_digits()
+
+
+def test_source_and_licence_lie_beside_the_data() -> None:
+    text = mnist_data.DIGITS_FILE.with_suffix(".txt").read_text()
+    for needed in ("10.24432/C50P49", "Alpaydin", "Kaynak", "CC BY 4.0", mnist_data.DIGITS_SHA256):
+        assert needed in text

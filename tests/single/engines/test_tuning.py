@@ -1,7 +1,9 @@
 """What is tuned, and refused, before Horovod starts: tuning touches nothing that the user asked for."""
 
 import os
+import resource
 import socket
+import sys
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ import torch
 from hvdtrain.checkpoint.resume import RUN_LOCK_SECONDS
 from hvdtrain.engines.buckets import bucket_bytes, buckets, refuse_small_cache
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.horovod import HorovodEngine
 from hvdtrain.engines.library_settings import (
     ABORT_DELAY,
     refuse_absent_server,
+    refuse_too_few_files,
     refuse_unknown_own_name,
     tuned_environment,
 )
@@ -101,3 +105,27 @@ def test_a_server_of_a_job_that_is_over_is_refused_before_gloo_crashes(port):
         refuse_absent_server(GONE | {"HOROVOD_GLOO_RENDEZVOUS_PORT": port})
     with socket.create_server(("127.0.0.1", 0)) as server:
         refuse_absent_server(GONE | {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.getsockname()[1])})
+
+
+# ---- before Horovod starts
+
+
+def test_where_horovod_cannot_be_imported_one_line_says_how_to_build_it(monkeypatch):
+    for name in ("horovod", "horovod.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"^Horovod cannot be imported \(.*horovod.*\): run `make setup`"):
+        HorovodEngine(tuning=False, rank=0, size=1, launcher="none")
+
+
+def test_gloo_has_the_open_files_that_it_needs_or_the_rank_says_how_many(monkeypatch):
+    set_: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_.append(limits))
+    for limits in ((900, 1000), (36, 900)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=limits: limits)
+        refuse_too_few_files(8, 8, 1)
+    ((needed, hard),) = set_  # of the second
+    assert 36 < needed < 900 == hard
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (36, 36))
+    said = f"^this user may open fewer files than Gloo needs for 8 ranks: raise `ulimit -n` to {needed}, or use fewer"
+    with pytest.raises(UserError, match=said):
+        refuse_too_few_files(8, 8, 1)

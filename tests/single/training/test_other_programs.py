@@ -80,6 +80,13 @@ class Table:
             raise IndexError("rows differ")
 
 
+class OneBeta(torch.optim.Optimizer):
+    """Has one beta, where Adam has two: as Adafactor has two for eps."""
+
+    def __init__(self, params):
+        super().__init__(params, {"betas": 0.9})
+
+
 def groups(net):
     return torch.optim.Adam(
         [{"params": [*net.a.parameters(), *net.b.parameters()]}, {"params": net.last.parameters()}], 0.01
@@ -94,6 +101,9 @@ MATCH, ANEW = r"^the checkpoint does not match the optimizer \(.*{}.*\): make th
 OTHERS = {  # what is registered first; then, by which optimizer; and what is said
     "fewer parameters": (None, None, adam_of_some, MATCH.format("only in the checkpoint")),
     "other groups": (None, None, groups, MATCH.format("zip")),
+    "another optimizer": (None, None, lambda net: stepped(0.1)(net), MATCH.format("Adam in the checkpoint, SGD now")),
+    "a setting of another form": (None, None, lambda net: type("Adam", (OneBeta,), {})(net.parameters()),
+                                  MATCH.format("betas is .0.9, 0.999.")),
     "a module's dtype": (lambda t: Halved(), lambda t: Halved(torch.float16), adam,
                          ANEW.format("keys is torch.float32 in the file, torch.float16 in the")),
     "a module's shape": (lambda t: Halved(), lambda t: Halved(width=2), adam,
@@ -218,16 +228,6 @@ def test_a_buffer_that_is_not_persistent_is_made_again_by_the_model(kind, tmp_pa
     apart = trained(tmp_path, lambda: Late(kind, False), sgd)
     assert "center" not in apart.state_dict()
     assert apart.center is not None
-
-
-def test_a_registered_module_may_grow_too(tmp_path):
-    def queue(t):
-        module = Late("grows", True)
-        t.net.register_forward_pre_hook(lambda *_: (module(X), None)[1])
-        return dict(queue=module)
-
-    stopped(tmp_path, lambda: nn.Linear(3, 1), sgd, registered=queue)
-    trained(tmp_path, lambda: nn.Linear(3, 1), sgd, registered=queue)
 
 
 def test_a_buffer_of_another_shape_in_the_program_is_refused(tmp_path):

@@ -176,14 +176,6 @@ def test_fewer_epochs_than_are_done_are_refused_and_as_many_end_at_once(tmp_path
         lengthened(tmp_path / "steps", steps=True, epochs=6)
 
 
-def test_a_second_training_in_the_directory_of_the_first_is_reported(tmp_path, capsys):
-    lengthened(tmp_path / "fold-0", epochs=1)
-    lengthened(tmp_path / "fold-1", epochs=1)
-    assert "needs an --output-dir of its own" not in capsys.readouterr().out
-    lengthened(tmp_path / "fold-1", epochs=1)
-    assert f"has trained into {tmp_path / 'fold-1'} before, and continues that run" in capsys.readouterr().out
-
-
 def test_a_function_among_the_flags_is_known_by_its_name():
     """Its address is another one in each process: ranks would differ, and a resumed run."""
     flags = flags_for()

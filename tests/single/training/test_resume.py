@@ -49,13 +49,6 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "copy")
 
 
-def test_keep_keeps_so_many_and_the_best(finished):
-    names = [path.name for path in checkpoint.checkpoints_in(finished / "checkpoints")]
-    assert names[:2] == [checkpoint.name_of(4), checkpoint.name_of(3)]
-    first, second = (line["accuracy"] for line in events(finished, "evaluate"))
-    assert names[2:] == ([checkpoint.name_of(2)] if first > second else [])
-
-
 def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointInterval, "seconds", 0.0)
     saved = {}
@@ -136,15 +129,6 @@ def test_where_none_can_be_read_the_run_is_refused_and_nothing_moved(copy, monke
             alone(copy, f"--resume {checkpoint.checkpoints_in(copy / 'checkpoints')[0]}")
     assert sorted(path.name for path in copy.rglob("*")) == before
     assert alone(copy) == 0
-
-
-def test_a_finished_run_started_again_says_the_same_and_half_a_line_of_metrics_is_dropped(copy, finished, capsys):
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "tra')
-    assert alone(copy) == 0
-    assert len(events(copy, "end")) == 2
-    assert results(copy) == results(finished)
-    assert "epoch 2/2" not in capsys.readouterr().out  # nothing was trained
 
 
 def test_a_named_checkpoint_is_continued_elsewhere(copy, tmp_path):

@@ -230,48 +230,6 @@ def test_with_fp16_a_program_sees_the_gradients_that_it_sees_without():
 # ---- what is saved and restored
 
 
-class Nested(SGD):
-    """Keeps lists of tensors, as SOAP and Shampoo do."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-            (mean,) = self.state[parameter].setdefault("means", [torch.zeros_like(parameter)])
-            parameter.data.sub_(mean.lerp_(parameter.data, 0.5), alpha=0.01)
-
-
-class Odd(SGD):
-    def step(self, closure=None):
-        super().step(closure)
-        self.state[self.param_groups[0]["params"][0]]["seen"] = object()
-
-
-STATES = {
-    "statistics in float64": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double(),
-        lambda p: SGD(p, lr=0.1)),
-    "lists in an optimizer's state": (network, lambda p: Nested(p, lr=0.1, momentum=0.9)),
-    "a learning rate that is a tensor": (network, lambda p: Adam(p, lr=torch.tensor(0.01))),
-}  # fmt: skip
-
-
-def kept(directory, make, optimizer_of, epochs):
-    """Train `make()` and return its state."""
-
-    def data(t):
-        kind = next(t.net.parameters()).dtype
-        return X.to(kind), Y.to(kind)
-
-    return Trained(out=directory, net=make, optimizer=optimizer_of, data=data, epochs=epochs, seed=5).net.state_dict()
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_all_of_a_state_goes_on_with_the_run(case, tmp_path):
-    whole = kept(tmp_path / "whole", *STATES[case], 3)
-    kept(tmp_path / "apart", *STATES[case], 1)
-    apart = kept(tmp_path / "apart", *STATES[case], 3)
-    assert all(torch.equal(whole[name], apart[name]) for name in whole)
-
-
 def test_a_rate_is_a_tensor_or_a_number_and_foreach_is_taken_as_in_this_run(tmp_path):
     rates = []
     for epochs, (rate, foreach) in enumerate(((0.01, True), (torch.tensor(0.5), False), (0.5, None)), 1):
@@ -281,35 +239,6 @@ def test_a_rate_is_a_tensor_or_a_number_and_foreach_is_taken_as_in_this_run(tmp_
     assert t.run.state.epoch == 3
     assert [type(rate) for rate in rates] == [float, torch.Tensor, float]
     assert [float(rate) for rate in rates] == pytest.approx([0.01] * 3)
-
-
-class Alone(torch.optim.Optimizer):
-    """Has one beta, where Adam has two: as Adafactor has two for eps."""
-
-    def __init__(self, params):
-        super().__init__(params, {"betas": 0.9})
-
-    def step(self, closure=None):
-        raise AssertionError("it is refused before")
-
-
-DIFFERS = r"^the checkpoint does not match the optimizer \(.*{}.*\): make the optimizer as the run did"
-OTHERS = {  # the optimizer of the first run, that of the next, and what is said
-    "another one": (Adam, lambda p: SGD(p, lr=0.1), DIFFERS.format("Adam in the checkpoint, SGD now")),
-    "a setting of another form": (Adam, lambda p: type("Adam", (Alone,), {})(p), DIFFERS.format("betas is .0.9, 0.999.")),
-    "fewer groups": (lambda p: Adam([{"params": [one]} for one in p]), Adam, DIFFERS.format("zip")),
-    "an unsavable state, at the first checkpoint": (
-        lambda p: Odd(p, lr=0.1), None, r"^the state of Odd holds a object at \[.*, which a checkpoint cannot store"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(case, tmp_path):
-    first, then, why = OTHERS[case]
-    if then:
-        kept(tmp_path, network, first, 1)
-    with pytest.raises(UserError, match=why):
-        kept(tmp_path, network, then or first, 2)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -11,7 +11,7 @@ from torch import nn
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, Trained, flags_for, killed, resumed, train
+from tests.single.training.small import Killed, Trained, X, Y, flags_for, killed, resumed, train
 
 
 class Own(torch.optim.SGD):
@@ -78,14 +78,15 @@ UPDATES = {
 }
 
 
-def run_to_the_end(directory, make, stop=None, register=None):
-    """Train the small regression; return its weights. make: the optimizer. stop: the step after which to end."""
-    how = dict(optimizer=make, registered=lambda t: register or {}, kill=stop)
-    return Trained("--checkpoint-steps", "1", out=directory, **how).weights()
+def run_to_the_end(directory, make, stop=None, register=None, **how):
+    """Train the small regression; return its state. make: the optimizer. stop: the step after which to end."""
+    how |= dict(optimizer=make, registered=lambda t: register or {}, kill=stop)
+    state = Trained("--checkpoint-steps", "1", out=directory, **how).net.state_dict()
+    return torch.cat([value.reshape(-1) for value in state.values()])
 
 
-def is_resumed(directory, make):
-    whole, again = resumed(lambda out, stop: run_to_the_end(out, make, stop), directory, 7)
+def is_resumed(directory, make, **how):
+    whole, again = resumed(lambda out, stop: run_to_the_end(out, make, stop, **how), directory, 7)
     return torch.equal(whole, again)
 
 
@@ -111,6 +112,12 @@ class Numbered(torch.optim.SGD):
 
 def test_a_state_dict_of_its_own_form_is_taken_back(tmp_path):
     assert is_resumed(tmp_path, lambda parameters: Numbered(parameters, 0.1, momentum=0.9))
+
+
+def test_a_rate_that_is_a_tensor_and_statistics_in_float64_go_on(tmp_path):
+    double = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()  # noqa: E731
+    how = dict(net=double, data=(X.double(), Y.double()), seed=5)
+    assert is_resumed(tmp_path, lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01)), **how)
 
 
 class Forgets(torch.optim.SGD):
