@@ -14,7 +14,7 @@ PYTHON ?= $(shell .venv/bin/python -c "import venv" 2>/dev/null && echo .venv/bi
 NP ?= 2
 EXAMPLES ?= 5000
 ENVIRONMENTS ?= --jobs 2
-BAD := tests/single/commands/test_bad_settings.py tests/single/test_bad_files.py
+BAD := tests/single/commands/test_refusals.py tests/single/test_bad_files.py
 .PHONY: setup run test test-slow test-all lint docs dist bench gpu chaos chaos-attacks chaos-environments chaos-examples matrix soak flaky mutants peers
 
 setup:

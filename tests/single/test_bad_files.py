@@ -379,8 +379,8 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path):
         {},
         [],
         {"format": checkpoint.CHECKPOINT_FORMAT, "config": {}, "state": {"x": 1}},
-        sound_facts(config=[1, 2]),
-        sound_facts(data=[1, 2]),
+        sound_facts(state=asdict(TrainState(step=2)), config=[1, 2]),
+        sound_facts(state=asdict(TrainState(step=2)), data=[1, 2]),
     ],
 )
 def test_other_content_with_a_right_checksum_is_refused_and_not_passed_over(content, saved, engine, tmp_path):

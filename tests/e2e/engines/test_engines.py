@@ -92,7 +92,7 @@ def test_engines_draw_one_loss_curve(alone, without_horovod):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "torchrun"])
 def test_ddp_under_every_launcher(launcher, tmp_path, without_horovod):
-    """Without Horovod, and without a word of the engine: of one process, tests/single/engines/test_choice.py. horovodrun is
+    """Without Horovod, and without a word of the engine (one process: tests/single/engines/test_launchers.py). horovodrun is
     Horovod's, so there it is importable."""
     start = {**LAUNCHERS, "torchrun": TORCHRUN}[launcher].format(ranks=2)
     python = "" if launcher == "torchrun" else PYTHON

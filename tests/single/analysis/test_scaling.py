@@ -4,12 +4,15 @@ import errno
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdtrain import benchmark
-from hvdtrain.analysis import scaling
+from hvdtrain.analysis import launching, measuring, scaling
+from hvdtrain.analysis.launching import command, run_job
 from hvdtrain.analysis.scaling import (
     APART,
     Configuration,
@@ -19,7 +22,8 @@ from hvdtrain.analysis.scaling import (
     write_scaling,
 )
 from hvdtrain.benchmark import parse
-from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.single import SerialEngine
 
 PHASES = {"loading": 1.0, "compute": 7.0, "communication": 2.0}
 
@@ -180,3 +184,141 @@ def test_what_was_measured_before_the_disk_was_full_is_shown(tmp_path, monkeypat
     shown = capsys.readouterr().out
     assert shown.count("FAILED: [Errno 28] No space left on device") == 4
     assert "| 123 (123 to 123) |" in shown
+
+
+# ---- command lines, and jobs that leave nothing behind
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks", "line"),
+    [
+        ("horovod", 2, "horovodrun -np 2 python -m M --engine horovod -x"),
+        ("horovod-gloo", 8, "horovodrun --gloo -np 8 python -m M --engine horovod -x"),
+        ("horovod-untuned", 1, "horovodrun -np 1 python -m M --engine horovod --tuning off -x"),
+        ("ddp", 4, "python -m torch.distributed.run --standalone --nproc-per-node 4 -m M --engine ddp -x"),
+        ("serial", 1, "python -m M --engine serial -x"),
+    ],
+)
+def test_command_lines(variant, ranks, line, monkeypatch):
+    monkeypatch.setattr(launching, "program", lambda name: name)
+    monkeypatch.setattr(sys, "executable", "python")
+    assert " ".join(command(variant, ranks, "M", ["-x"])) == line
+
+
+def test_a_missing_launcher_is_one_line():
+    with pytest.raises(UserError, match="horovodrum is neither next to"):
+        launching.program("horovodrum")
+
+
+def contents(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
+def test_a_job_past_its_time_is_killed_with_all_that_it_started(tmp_path):
+    """Also what has left its session and ignores SIGTERM, as a hung rank may."""
+    child = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+    )
+    parent = "import subprocess, sys, time; subprocess.Popen([*sys.argv[1:]], start_new_session=True); time.sleep(99)"
+    began, mark = time.monotonic(), str(tmp_path)
+    # As long as it takes to come up, on a machine that is busy with something else.
+    for seconds in (2, 8, 32):
+        code = run_job([sys.executable, "-c", parent, sys.executable, "-c", child, mark], seconds, tmp_path / "log")
+        assert code is None
+        assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in contents(path)]
+        if (said := (tmp_path / "log").read_text()) != "":
+            break
+    assert said == "up\n"
+    assert time.monotonic() - began < 99
+
+
+def test_a_job_gives_its_exit_code_and_output(tmp_path):
+    assert run_job(["/bin/sh", "-c", "echo said; echo complained >&2; exit 3"], 20, tmp_path / "log") == 3
+    assert (tmp_path / "log").read_text() == "said\ncomplained\n"
+
+
+def test_one_process_is_not_told_of_the_batch_system_around_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    run_job(["/bin/sh", "-c", "env"], 20, tmp_path / "log")
+    assert "SLURM_NTASKS" not in (tmp_path / "log").read_text()
+
+
+def test_ctrl_c_while_cleaning_up_is_neither_obeyed_at_once_nor_lost(tmp_path, monkeypatch):
+    cleaned = []
+
+    def end(process, job):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        process.wait()
+        cleaned.append(job)
+
+    monkeypatch.setattr(launching, "end", end)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_job(["true"], 20, tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(cleaned) == 1
+
+
+# ---- --collectives
+
+
+class PretendWorld(SerialEngine):
+    """Four ranks of which only this one, rank 0, is there."""
+
+    def __init__(self, wrong: bool = False):
+        super().__init__(tuning=False, rank=0, size=1, launcher="none")
+        self.size, self.device, self.wrong = 4, torch.device("cpu"), wrong
+
+    def all_reduce_(self, tensor, op, name):
+        if op == "sum":
+            tensor.mul_(1 + 2 + 3 + 4)
+        if self.wrong and tensor.numel() > 1:
+            tensor.view(-1)[-1] += 1
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    row = measuring.measure_messages(PretendWorld(), "float16", 1024, 0.01)
+    assert (row["bytes"], row["count"]) == (2048, 1024)
+    assert row["algorithm_bytes_per_second"] == pytest.approx(2048 / row["seconds"])
+    assert row["bus_bytes_per_second"] == pytest.approx(row["algorithm_bytes_per_second"] * 2 * 3 / 4)
+    assert 0 < row["seconds_least"] <= row["seconds"] <= row["seconds_most"]
+
+
+def test_a_wrong_result_is_never_a_bandwidth():
+    with pytest.raises(Failure, match="wrong sum of 1024 float32"):
+        measuring.measure_messages(PretendWorld(wrong=True), "float32", 1024, 0.01)
+
+
+def run(flags: str, monkeypatch) -> int:
+    words = f"benchmark.py --engine serial --threads 1 --collectives {flags}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    return benchmark.main()
+
+
+def test_sizes_and_types_are_those_that_were_asked_for_and_are_written(monkeypatch, tmp_path):
+    flags = f"--min-bytes 16 --max-bytes 64 --seconds-per-size 0.01 --output-dir {tmp_path}"
+    for dtype, types in (("--dtype float16", ["float16"]), ("", ["float32", "float16"])):
+        assert run(f"{flags} {dtype}", monkeypatch) == 0
+        rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+        assert [(row["bytes"], row["dtype"]) for row in rows] == [(size, t) for t in types for size in (16, 32, 64)]
+
+
+def test_what_could_not_be_kept_is_not_begun(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        run(f"--output-dir {tmp_path}/file/x", monkeypatch)
+    assert capsys.readouterr().out == ""
+
+
+def test_seconds_per_size_are_what_a_size_takes(engine, monkeypatch):
+    """The clock is the number of all-reduces: a millisecond each."""
+    monkeypatch.setattr(measuring, "block_seconds", lambda engine, tensor, name, times: 1e-3)
+    for seconds, expected in ((0.05, 10), (0.5, 100)):
+        assert measuring.measure_messages(engine, "float32", 4, seconds)["repeats"] == expected * 5

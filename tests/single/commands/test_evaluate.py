@@ -148,11 +148,16 @@ def test_a_flag_of_the_run_that_is_not_valid_any_more_can_be_given():
     parser.add_argument("--kind", choices=("new", "other"), default="other")
     parser.add_argument("--part", nargs="?", type=Path)
     parser.add_argument("--also", nargs="+", type=Path, default=[])
-    theirs = {"data": "/theirs", "kind": "old", "also": ["/a", "/b"], "part": "/c"}
-    flags = parser.parse(["--evaluate", "/run", "--kind", "new", "/mine"])
-    flags.adopt(theirs)
-    expected = (Path("/mine"), "new", Path("/c"), [Path("/a"), Path("/b")])
-    assert (flags.data, flags.kind, flags.part, flags.also) == expected
+    parser.add_argument("--each", action="append")
+    theirs = {"data": "/theirs", "kind": "old", "also": ["/a", "/b"], "part": "/c", "each": ["a", "b"]}
+    for words, each in (
+        ((), ["a", "b"]),
+        (("--each", "c"), ["c"]),
+    ):  # a list that is given takes the place of the run's
+        flags = parser.parse(["--evaluate", "/run", *words, "--kind", "new", "/mine"])
+        flags.adopt(theirs)
+        expected = (Path("/mine"), "new", Path("/c"), [Path("/a"), Path("/b")], each)
+        assert (flags.data, flags.kind, flags.part, flags.also, flags.each) == expected
     flags = parser.parse(["/mine", "--evaluate", "/run"])
     with pytest.raises(
         UserError, match=r"argument --kind: invalid choice: 'old'.*: name a run of this program, or give"
@@ -160,17 +165,6 @@ def test_a_flag_of_the_run_that_is_not_valid_any_more_can_be_given():
         flags.adopt(theirs)
     flags.adopt(theirs | {"kind": "new"})
     assert (flags.data, flags.also) == (Path("/mine"), [Path("/a"), Path("/b")])
-
-
-def test_a_list_that_is_given_takes_the_place_of_that_of_the_run():
-    parser = training.parser("test", None)
-    parser.add_argument("--also", action="append")
-    flags = parser.parse(["--evaluate", "/run", "--also", "c"])
-    flags.adopt({"also": ["a", "b"]})
-    assert flags.also == ["c"]
-    flags = parser.parse(["--evaluate", "/run"])
-    flags.adopt({"also": ["a", "b"]})
-    assert flags.also == ["a", "b"]
 
 
 EVALUATE = ("--evaluate", "{tmp}/run")

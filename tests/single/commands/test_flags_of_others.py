@@ -1,14 +1,18 @@
 """What the flags of hvdtrain.doctor, report and make_shards do: what is checked, which files. And flags of a program."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from hvdtrain import doctor, export, report, training, unpack
+from hvdtrain import doctor, export, reduce, report, training, unpack
 from hvdtrain.datasets import make_shards
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching import exit_codes
 from tests import image_set
 from tests.single.output.run_records import WHOLE, leave  # noqa: F401
@@ -97,3 +101,89 @@ def test_a_flag_of_every_training_run_is_not_defined_again(grouped, capfd):
     with pytest.raises(SystemExit, match="2"):
         exit_codes.run_command(main)
     assert "already, as each training run does: leave it out, and use flags.log_steps" in capfd.readouterr().err
+
+
+# ---- hvdtrain.unpack
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package with what setup.py puts into the wheel."""
+    package = tmp_path / "site" / "hvdtrain"
+    (package / "_checkout" / "launch").mkdir(parents=True)
+    (package / "_checkout" / "launch" / "__pycache__").mkdir()
+    (package / "_checkout" / "launch" / "__pycache__" / "steps.pyc").write_text("")
+    script = package / "_checkout" / "launch" / "mpirun.sh"
+    script.write_text("#!/bin/bash\n")
+    script.chmod(0o755)
+    (package / "_checkout" / "launch" / "slurm.sbatch").write_text("how=starter\n")
+    (package / "mnist.py").write_text("pass\n")
+    monkeypatch.setattr(unpack, "INSTALLED", package)
+    monkeypatch.setattr(unpack, "CHECKOUT", package / "_checkout")
+    return package
+
+
+def written(directory):
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir()}
+
+
+def test_files_lie_as_in_a_clone_and_can_be_started(package, tmp_path):
+    unpack.unpack_files(tmp_path / "new" / "there")
+    assert written(tmp_path / "new" / "there") == {"launch/mpirun.sh", "launch/slurm.sbatch", "hvdtrain/mnist.py"}
+    assert os.access(tmp_path / "new" / "there" / "launch" / "mpirun.sh", os.X_OK)
+
+
+def test_what_is_there_is_left_alone(package, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("mine")
+    with pytest.raises(UserError, match="there exists and is not empty: name another DIR"):
+        unpack.unpack_files(tmp_path / "there")
+    assert written(tmp_path / "there") == {"mine"}
+    (tmp_path / "there" / "mine").unlink()
+    unpack.unpack_files(tmp_path / "there")
+    assert "launch/mpirun.sh" in written(tmp_path / "there")
+
+
+def test_a_checkout_has_them_already():
+    with pytest.raises(UserError, match="runs from a checkout, which has launch/ and containers/: /"):
+        unpack.unpack_files(unpack.INSTALLED)
+
+
+def test_where_it_cannot_write_it_is_one_line(package, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["unpack", str(tmp_path / "file" / "below")])
+    with pytest.raises(UserError, match="cannot be written"):
+        unpack.main()
+
+
+# ---- hvdtrain.reduce
+
+
+def run(flags: str, monkeypatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["reduce.py", "--engine", "serial", *flags.split()])
+    return reduce.main()
+
+
+@pytest.mark.parametrize(
+    ("flags", "after", "dtype"),
+    [("", "3", "float32"), ("--reduction max", "1", "float32"), ("--dtype int16", "3", "int16"),
+     ("--dtype complex64", "(3+0j)", "complex64")],
+)  # fmt: skip
+def test_it_is_of_the_type_and_by_the_operation_that_were_asked_for(flags, after, dtype, capsys, monkeypatch):
+    def reduced(self, tensor: Tensor, op: str, name: str) -> None:
+        assert tensor.dtype == getattr(torch, dtype)
+        tensor.mul_(3 if op == "sum" else 1)
+
+    monkeypatch.setattr(SerialEngine, "all_reduce_", reduced)
+    assert run(flags, monkeypatch) == 0
+    before = "(1+0j)" if dtype == "complex64" else "1"
+    assert capsys.readouterr().out == f"before 0 data {before}\nafter 0 data {after}\n"
+
+
+def test_a_type_that_the_engine_does_not_have_is_one_line(monkeypatch):
+    def refuse(self, tensor: Tensor, op: str, name: str) -> None:
+        raise ValueError("no such type\nand more")
+
+    monkeypatch.setattr(SerialEngine, "all_reduce_", refuse)
+    with pytest.raises(UserError, match=r"^serial has no sum of uint8 \(no such type\): use float32$"):
+        run("--dtype uint8", monkeypatch)

@@ -7,9 +7,11 @@ import os
 import pickle
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from hvdtrain.engines import lines
 from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.errors import Failure, UserError, of_a_program
-from hvdtrain.inputs import dataloaders, fork_server, loading
+from hvdtrain.inputs import dataloaders, fork_server, leftovers, loading
+from hvdtrain.inputs.loading import needed, workers_that_fit
 from hvdtrain.inputs.sameness import OF_INIT, OF_MAIN
 from hvdtrain.launching.processes import runs
 from hvdtrain.training import parser as parser_of_training
@@ -222,26 +225,20 @@ def test_the_workers_of_a_training_that_has_failed_end_with_it(worker_server):
 
 
 @pytest.mark.parametrize(
-    "error", [EOFError(), ConnectionResetError(104, "Connection reset by peer"), FileNotFoundError(2, "gone")]
-)
-def test_a_worker_that_is_killed_while_a_batch_is_handed_over_is_the_same_line(error):
+    ("error", "raised", "said"),
+    [
+        *((killed, Failure, "a DataLoader worker has ended") for killed in (
+            EOFError(), ConnectionResetError(104, "Connection reset by peer"), FileNotFoundError(2, "gone"))),
+        (EOFError("Caught EOFError in DataLoader worker process 0."), EOFError, "^Caught EOF"),
+        (RuntimeError("its own"), RuntimeError, "^its own"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_is_killed_as_it_hands_over_a_batch_is_told_from_an_error_of_the_data_set(error, raised, said):
     def batches():
         yield 1
         raise error
 
-    with pytest.raises(Failure, match="a DataLoader worker has ended"):
-        list(loading.while_workers_live(batches()))
-
-
-@pytest.mark.parametrize(
-    "error", [EOFError("Caught EOFError in DataLoader worker process 0."), RuntimeError("its own")]
-)
-def test_an_error_of_the_data_set_is_its_own(error):
-    def batches():
-        yield 1
-        raise error
-
-    with pytest.raises(type(error), match=str(error)[:10]):
+    with pytest.raises(raised, match=said):
         list(loading.while_workers_live(batches()))
 
 
@@ -405,3 +402,157 @@ def test_a_sample_that_ends_its_worker_is_named(kind, workers, worker_server):
     said = rf"of the samples 0, 1, 2, 3, raised {kind.__name__} \(\S+test_input_workers.py:\d+\)"
     with pytest.raises(UserError, match=said):
         read(DataLoader(Ends(kind), 4, num_workers=workers))
+
+
+# ---- how many workers /dev/shm has room for
+
+MIB, BATCH = 2**20, 2 * 256 * 3 * 224**2  # of training and of an evaluation
+
+
+@pytest.fixture
+def left(monkeypatch):
+    def leave(free: int | None):
+        def usage(path):
+            if free is None:
+                raise FileNotFoundError(path)
+            return SimpleNamespace(free=free)
+
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    return leave
+
+
+def test_what_a_node_with_sixteen_cores_and_one_with_eight_ranks_need():
+    assert needed(15, BATCH, 1) / 1e9 == pytest.approx(2.4, abs=0.05)
+    assert needed(3, BATCH // 2, 8) / 1e9 == pytest.approx(2.2, abs=0.05)
+    assert needed(0, BATCH, 8) == 0  # the rank itself loads
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "expected"),
+    [
+        (None, 4096 * MIB, (15, None)),
+        (None, 1024 * MIB,
+            (6, "6 DataLoader workers instead of 15, which need 2,278 MiB: /dev/shm has 1,024 MiB left: ")),
+        (4, 1024 * MIB, (4, None)),
+        (0, 1 * MIB, (0, None)),
+        (None, None, (15, None)),  # none here
+    ],
+)  # fmt: skip
+def test_automatic_workers_are_as_many_as_fit(asked, free, expected, left):
+    left(free)
+    workers, line = workers_that_fit(asked, 15, BATCH, 1, Path("/dev/shm"))
+    assert workers == expected[0]
+    assert line is None if expected[1] is None else line.startswith(expected[1])
+    assert free is None or needed(workers, BATCH, 1) <= free
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "said"),
+    [
+        (8, 1, "the batches of 8 DataLoader workers need 1,250 MiB: make it larger .*, or take --workers 2"),
+        (2, 8, "the batches of 2 DataLoader workers of each of 8 ranks need 2,940 MiB: .*, or take --workers 0"),
+        (None, 8, "the batches of 1 DataLoader worker of each of 8 ranks need 1,764 MiB: .*, or take --workers 0"),
+    ],
+)
+def test_more_than_fit_are_refused_in_one_line(asked, ranks, said, left):
+    left(512 * MIB)
+    with pytest.raises(UserError, match=f"/dev/shm has 512 MiB left, and {said}"):
+        workers_that_fit(asked, 15, BATCH, ranks)
+
+
+# ---- semaphores and sockets of a rank that is killed
+
+RANK = """
+import sys, time, torch
+from hvdtrain.inputs.loading import loader, start_workers_early
+if __name__ == "__main__":
+    start_workers_early([])
+    batches = iter(loader([1] * 10**6, int(sys.argv[1]), torch.device("cpu"), range(10**6)))
+    next(batches)
+    print("loads", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """Start a process with DataLoader workers, in a TMPDIR of its own."""
+    (tmp_path / "rank.py").write_text(RANK)
+    short = tempfile.mkdtemp(prefix="h", dir="/tmp")  # a socket's path has 107 characters at most
+    (tmp_path / "tmp").symlink_to(short)
+    started = []
+
+    def start(workers: int = 2, directory: str = short) -> subprocess.Popen:
+        here = Path(__file__).resolve().parents[3]
+        environment = {**os.environ, "TMPDIR": directory, "PYTHONPATH": str(here)}
+        command = [sys.executable, str(tmp_path / "rank.py"), str(workers)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True)
+        started.append(process)
+        assert process.stdout.readline() == "loads\n"
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    shutil.rmtree(short, ignore_errors=True)
+
+
+def remains(tmp_path: Path, pid: int) -> list[str]:
+    semaphores = [path.name for path in Path("/dev/shm").glob(f"sem.hvdtrain-*-{pid}-*")]
+    return semaphores + [path.name for path in (tmp_path / "tmp").glob(f"hvdtrain-*-{pid}-*")]
+
+
+@pytest.mark.slow
+def test_what_a_killed_rank_and_its_workers_leave_the_next_start_removes(rank, tmp_path, monkeypatch):
+    process, other = rank(), rank()
+    os.killpg(process.pid, signal.SIGSTOP)  # so that no worker sees the rank's end before its own
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert remains(tmp_path, process.pid)
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    leftovers.sweep_leftovers()
+    assert remains(tmp_path, process.pid) == []
+    assert len(remains(tmp_path, other.pid)) > 5  # it lives
+    other.kill()  # its workers see that, and leave nothing
+    other.wait()
+    wait_for(lambda: not remains(tmp_path, other.pid), lambda: remains(tmp_path, other.pid))
+
+
+def test_only_what_has_ended_and_is_ones_own_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "SEMAPHORES", tmp_path / "shm")
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    ended, lives = f"hvdtrain-{leftovers.machine()}-4194305-1", leftovers.tag(os.getpid())
+    names = ["x", "hvdtrain-x", "hvdtrain-00000000-1-2-x", f"{lives}-x", f"{ended}-x", f"{ended}-y"]
+    for directory, prefix in (("shm", "sem."), ("tmp", "")):
+        (tmp_path / directory).mkdir()
+        for name in names:
+            (tmp_path / directory / f"{prefix}{name}").touch()
+    if os.getuid() == 0:
+        for path in ("shm/sem.", "tmp/"):
+            os.chown(f"{tmp_path}/{path}{ended}-y", 12345, 12345)
+    leftovers.sweep_leftovers()
+    kept = names[:4] + names[5:] * (os.getuid() == 0)
+    assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == sorted(kept)
+    assert sorted(path.name for path in (tmp_path / "shm").iterdir()) == sorted(f"sem.{name}" for name in kept)
+
+
+def test_a_linked_directory_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / f"hvdtrain-{leftovers.machine()}-4194305-1-x").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    leftovers.sweep_leftovers()
+    assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_workers_load_where_the_temporary_directory_is_too_long_for_the_names_of_sockets(rank, tmp_path):
+    long = Path(tempfile.mkdtemp(prefix="h", dir="/tmp"), "x" * 60)
+    long.mkdir()
+    process = rank(workers=1, directory=str(long))
+    assert list(Path("/tmp").glob(f"hvdtrain-*-{process.pid}-*"))
+    shutil.rmtree(long.parent)

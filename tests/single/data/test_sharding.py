@@ -19,37 +19,21 @@ CASES = [
 def test_every_sample_counts_once_and_every_rank_takes_every_pass():
     for n, size, batch_size, accumulate in CASES:
         order = epoch_order(n, seed=3, epoch=2)
+        values = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         per_rank = [list(steps(order, rank, size, batch_size, accumulate)) for rank in range(size)]
         assert {len(mine) for mine in per_rank} == {steps_per_epoch(n, size, batch_size, accumulate)}
-
         first = 0
         for parts in zip(*per_rank, strict=True):
             assert len({len(part.batches) for part in parts}) == 1
-            assert len({part.count for part in parts}) == 1
+            (count,) = {part.count for part in parts}
+            weighted = [values[b.indices].mean() * b.weight for part in parts for b in part.batches]
+            torch.testing.assert_close(sum(weighted) / size, values[order[first : first + count]].mean())
             for batches in zip(*(part.batches for part in parts), strict=True):
                 assert all(1 <= len(batch.indices) <= batch_size for batch in batches)
                 seen = sorted(i for batch in batches for i in batch.indices[: batch.local_count].tolist())
                 assert seen == sorted(order[first : first + len(seen)].tolist())
                 first += len(seen)
         assert first == n
-
-
-def test_weighted_means_add_up_to_the_mean_over_samples():
-    for n, size, batch_size, accumulate in CASES:
-        order = epoch_order(n, seed=0, epoch=0)
-        values = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        first = 0
-        for parts in zip(*(steps(order, r, size, batch_size, accumulate) for r in range(size)), strict=True):
-            weighted = [values[b.indices].mean() * b.weight for part in parts for b in part.batches]
-            torch.testing.assert_close(sum(weighted) / size, values[order[first : first + parts[0].count]].mean())
-            first += parts[0].count
-
-
-def test_rank_without_a_sample_still_has_one_to_compute_on():
-    parts = [list(steps(epoch_order(10, 0, 0), rank, 3, 3))[-1].batches[0] for rank in range(3)]
-    assert [part.local_count for part in parts] == [1, 0, 0]
-    assert [len(part.indices) for part in parts] == [1, 1, 1]
-    assert [part.weight for part in parts] == [3.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])

@@ -20,7 +20,7 @@ BLOCKS = [
     for code in re.findall(r"^```py\n(.*?)^```$", page.read_text(), re.M | re.S)
 ]
 RUN_IN = {  # what a block holds -> the test that runs it
-    "split_dataset_by_node": "tests/single/training/test_streams_of_libraries.py",
+    "split_dataset_by_node": "tests/single/training/test_streams.py",
     "ppo_loss": "test_ppo_learns",
     "states.clear()": "test_parts_of_sequences_carry_the_hidden_state_on",
     "1.1**step.number": "test_a_search_for_the_learning_rate_ends_where_the_loss_explodes",

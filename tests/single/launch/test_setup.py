@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import hashlib
 import importlib.machinery
 import importlib.util
 import json
@@ -22,6 +23,7 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
+import horovod_source  # noqa: E402
 import installer  # noqa: E402
 import steps  # noqa: E402
 import venv_state  # noqa: E402
@@ -510,3 +512,53 @@ def test_root_may_start_mpirun_until_it_deactivates_and_others_are_left_alone(ac
     assert shell(activated, SHOW, FAKE_ID="1000").stdout == "unset unset\n"
     chosen = shell(activated, SHOW, "deactivate", SHOW, OMPI_ALLOW_RUN_AS_ROOT="0")
     assert chosen.stdout == "0 unset\n0 unset\n"
+
+
+# ---- packages
+
+PACKAGES = Path(horovod_source.__file__).parent / "packages"
+EASYCONFIG = next(PACKAGES.glob("easybuild/*.eb"))
+RECIPE = PACKAGES / "conda" / "recipe.yaml"
+SPACK = next(PACKAGES.glob("spack/**/package.py"))
+NAMES = [path.name for path in horovod_source.patches(mpi=True)]
+
+
+def evaluated(easyconfig: Path) -> dict:
+    """An easyconfig is Python, with constants of EasyBuild's."""
+    values: dict = {"PYPI_LOWER_SOURCE": ""}
+    exec(easyconfig.read_text(), values)
+    return values
+
+
+@pytest.mark.parametrize("package", [EASYCONFIG, RECIPE, SPACK], ids=lambda path: path.name)
+def test_the_source_is_the_released_one(package: Path) -> None:
+    text = package.read_text()
+    assert horovod_source.SDIST_SHA256 in text
+    assert f'"{horovod_source.VERSION}"' in text or f"'{horovod_source.VERSION}'" in text
+
+
+def test_easybuild_has_the_patches_and_their_checksums() -> None:
+    values = evaluated(EASYCONFIG)
+    assert values["patches"] == [f"../../patches/{name}" for name in NAMES]
+    wanted = {name: hashlib.sha256((horovod_source.PATCHES / name).read_bytes()).hexdigest() for name in NAMES}
+    lines = "".join(f"    {{'{name}':\n     '{digest}'}},\n" for name, digest in wanted.items())
+    found = [next(iter(entry.items())) for entry in values["checksums"][1:]]
+    assert found == list(wanted.items()), f"checksums in {EASYCONFIG.name} should be:\n{lines}"
+    assert (
+        EASYCONFIG.name
+        == f"Horovod-{values['version']}-foss-{values['toolchain']['version']}{values['versionsuffix']}.eb"
+    )
+
+
+def test_conda_has_the_patches() -> None:
+    assert re.findall(r"^    - \.\./\.\./patches/(\S+)", RECIPE.read_text(), re.M) == NAMES
+
+
+def test_spack_takes_the_patches_of_the_folder() -> None:
+    """Its package lists the folder; here with stand-ins for Spack's names."""
+    applied: list[str] = []
+    scope = {"__file__": str(SPACK), "PythonPackage": object, "patch": lambda path: applied.append(Path(path).name)}
+    text = re.sub(r"^from spack.*\n", "", SPACK.read_text(), flags=re.M)
+    body = text[: text.index('    depends_on("c"')]
+    exec(body, scope | {"license": lambda _: None, "version": lambda _, sha256: None})
+    assert applied == NAMES

@@ -71,6 +71,19 @@ def train(run: Run, model: nn.Module, **how: Any) -> list[float]:
     return fit(run, [X, Y], lambda step, x, y: F.mse_loss(model(x), y), **how)
 
 
+class Stateful:
+    """Its attributes are its state."""
+
+    def __init__(self, **attributes: Any):
+        vars(self).update(attributes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 def alone(*argv: str, metrics: Any = None, **defaults: int) -> contextlib.AbstractContextManager[Run]:
     return training.start(flags_for(*argv, **defaults), metrics=metrics)
 

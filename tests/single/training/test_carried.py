@@ -11,9 +11,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from hvdtrain import training
-from tests.single.training.small import X, Y, flags_for
+from tests.single.training.small import Stateful, X, Y, flags_for
 
-USED = (random, AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)  # in the programs below
+USED = (random, Stateful, AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)  # in the programs below
 SOURCE = """
 import time
 bad = 0
@@ -124,17 +124,6 @@ class Odd:
         raise RuntimeError("not for others")
 
 
-class State:
-    def __init__(self):
-        self.best = 9.0
-
-    def state_dict(self):
-        return vars(self).copy()
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
 WEIGHTED = (
     "loader = DataLoader(TensorDataset(X, Y), 8, sampler=WeightedRandomSampler(torch.ones(40), 40))\ndata = (loader,)"
 )
@@ -171,7 +160,7 @@ KEPT = {
         "with run.evaluating(40):\n    run.record(loss=0 * Y + value)\nbest = min(best, run.evaluation['loss'])",
     ),
     "registered": (
-        "held = State()\nrun.register(held=held)\nbest = held.best", "", "", "best = held.best = min(best, value)"
+        "held = Stateful(best=9.0)\nrun.register(held=held)\nbest = held.best", "", "", "best = held.best = min(best, value)"
     ),
     "meter": ("meter = Meter()", "meter.reset()", "meter.add(value)", "print(meter.total / meter.number)"),
     "after": ("meter = Meter()\nmore = []", "", "meter.add(value)\nmore.append(value)", "meter.reset()\nmore.clear()"),

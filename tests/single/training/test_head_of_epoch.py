@@ -9,19 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from hvdtrain.engines.lock import Lock
-from tests.single.training.small import Trained, X, killed, network, nothing, resumed, squares
+from tests.single.training.small import Stateful, Trained, X, killed, network, nothing, resumed, squares
 
 SAVED = ("--checkpoint-steps", "1")
-
-
-class Counter:
-    number = 0
-
-    def state_dict(self):
-        return {"number": self.number}
-
-    def load_state_dict(self, state):
-        self.number = state["number"]
 
 
 def change_all(t):
@@ -45,7 +35,7 @@ def counted(directory, *argv, **how):
     """Train for three epochs what `change_all` changes."""
     return Trained(
         *argv, out=directory, net=heated, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), data=[X], epochs=3,
-        registered=lambda t: dict(scheduler=ExponentialLR(t.optimizer, 0.5), counter=Counter()),
+        registered=lambda t: dict(scheduler=ExponentialLR(t.optimizer, 0.5), counter=Stateful(number=0)),
         loss=lambda t, x: (t.model(x) * t.net.heat - t.counter.number).square().mean(), **how,
     )  # fmt: skip
 
@@ -120,8 +110,12 @@ MODES = {  # what a program does before its loop, at the head of an epoch, after
 }
 
 
-@pytest.mark.parametrize("place", MODES)
-@pytest.mark.parametrize("stops", [(6,), (8,), (8, "tail 1"), ("before", "tail 0", "before"), ("after",)])
+STOPS = [(6,), (8,), (8, "tail 1"), ("before", "tail 0", "before"), ("after",)]
+
+
+@pytest.mark.parametrize(
+    ("place", "stops"), [(place, STOPS[(number + k) % 5]) for number, place in enumerate(MODES) for k in (0, 2)]
+)
 def test_a_resumed_run_has_the_modes_of_its_modules(place, stops, tmp_path):
     """stops: the steps at which a run is killed, the first of an epoch or within one, or evaluations in which it is stopped.
     One that has stopped in its last evaluation goes on for an epoch."""

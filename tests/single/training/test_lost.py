@@ -1,7 +1,6 @@
 """What no checkpoint has, and what an epoch began with: kept to its end after a resume, or said once in a line."""
 
 import contextlib
-import copy
 import functools
 import random
 from functools import partial
@@ -18,51 +17,22 @@ from hvdtrain.checkpoint.checkpoint import read_checkpoint
 from hvdtrain.checkpoint.own import BYTES, OWN
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn_once
-from tests.single.training.small import Killed, N, Trained, X, Y, fit, flags_for, kill_at, killed, network, resumed
+from tests.single.training.small import (
+    Killed,
+    N,
+    Stateful,
+    Trained,
+    X,
+    Y,
+    fit,
+    flags_for,
+    kill_at,
+    killed,
+    network,
+    resumed,
+)
 
 NUMBERED = TensorDataset(X, Y, torch.arange(N))
-
-
-class Tally:
-    """Counts in tensors, as a metric of torchmetrics does. kept: which of them its state has."""
-
-    def __init__(self, *kept, copies=False):
-        self.kept, self.copies = kept, copies
-        self.hits, self.rows, self.fixed = torch.zeros(N), [torch.zeros(2)], torch.ones(2)
-
-    def state_dict(self):
-        state = {name: getattr(self, name) for name in self.kept}
-        return copy.deepcopy(state) if self.copies else state
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-    def add(self):
-        self.hits, self.rows = self.hits + 1, [*self.rows, torch.ones(2)]
-
-
-class Persistent(Tally):
-    def persistent(self, mode):
-        """As of torchmetrics."""
-
-
-TALLIES = [
-    (lambda: Tally("hits", "rows"), ""),
-    (lambda: Tally("hits", "rows", copies=True), ""),
-    (lambda: Tally("hits"), ""),  # the others may be computed from it
-    (lambda: Tally(), "its hits has changed, and a resumed run would begin with that of a new one: add it to"),
-    (lambda: Persistent(), "with that of a new one: call its persistent(True)"),
-]
-
-
-@pytest.mark.parametrize(("make", "told"), TALLIES, ids=range(len(TALLIES)))
-def test_a_tensor_of_a_registered_object_that_no_checkpoint_has_is_said_once(make, told, tmp_path, capsys):
-    """A metric of torchmetrics has an empty state_dict, and began anew in the middle of an epoch, exit code 0."""
-    registered = {"registered": lambda t: {"tally": make()}, "each": lambda t: t.tally.add()}
-    Trained("--checkpoint-steps", "1", out=tmp_path, **registered)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
-    assert len(lines) == bool(told)
-    assert all(line.startswith("warning: run.register(tally=...): its ") and told in line for line in lines)
 
 
 class Beside(nn.Module):
@@ -190,12 +160,17 @@ DRIFTING = [
 ]
 
 
+def warnings_of(data, out, capfd, **how):
+    """Train on a data set, and return the warnings."""
+    warn_once.cache_clear()
+    Trained(out=out, data=(DataLoader(data, batch_size=8, **how),))
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
 @pytest.mark.parametrize(("make", "told"), DRIFTING, ids=range(len(DRIFTING)))
 def test_a_data_set_that_changes_when_it_is_read_is_said_once(make, told, tmp_path, capfd):
     """A resumed run read the rest of the epoch from a new data set, exit code 0."""
-    warn_once.cache_clear()
-    Trained(out=tmp_path, data=(DataLoader(make(), batch_size=8),))
-    lines = [line for line in capfd.readouterr().err.splitlines() if "changes when samples are read" in line]
+    lines = [line for line in warnings_of(make(), tmp_path, capfd) if "changes when samples are read" in line]
     assert [line.split()[1] for line in lines] == [told] * bool(told)
 
 
@@ -241,11 +216,8 @@ CACHES = [
 @pytest.mark.parametrize(("make", "told"), CACHES, ids=range(len(CACHES)))
 def test_a_cache_of_samples_that_were_augmented_is_said_once(make, told, tmp_path, capfd):
     """A resumed run augmented them anew, exit code 0."""
-    warn_once.cache_clear()
-    Trained(out=tmp_path, data=(DataLoader(make(), batch_size=8),))
-    assert (
-        capfd.readouterr().err.count("warning: a cache of random samples (keep them there as they are before") == told
-    )
+    lines = warnings_of(make(), tmp_path, capfd)
+    assert sum("a cache of random samples (keep them there as they are before" in line for line in lines) == told
 
 
 class Files(Dataset):
@@ -293,11 +265,10 @@ class Harder:
 
 @pytest.mark.parametrize("make", [Harder, lambda: Harder().method])
 def test_a_collate_function_that_changes_is_said(make, tmp_path, capfd):
-    warn_once.cache_clear()
     collate = make()
     getattr(collate, "__self__", collate).calls = 0
-    Trained(out=tmp_path, data=(DataLoader(TensorDataset(X, Y), batch_size=8, collate_fn=collate),))
-    assert capfd.readouterr().err.startswith("warning: calls of collate_fn changes when samples are read: a resumed")
+    first, *_ = warnings_of(TensorDataset(X, Y), tmp_path, capfd, collate_fn=collate)
+    assert first.startswith("warning: calls of collate_fn changes when samples are read: a resumed")
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
@@ -317,7 +288,12 @@ def test_a_resumed_epoch_keeps_its_order_where_the_weights_have_changed_since(in
             t.seen.hits[numbers] += 5
             return (t.model(x) - y).square().mean()
 
-        how = {"registered": lambda t: {"seen": Tally("hits")}, "head": head, "loss": loss, "data": (loader,)}
+        how = {
+            "registered": lambda t: {"seen": Stateful(hits=torch.zeros(N))},
+            "head": head,
+            "loss": loss,
+            "data": (loader,),
+        }
         Trained("--checkpoint-steps", "1", out=directory, kill=stop, epochs=3, **how)
         return order
 

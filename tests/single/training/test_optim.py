@@ -43,15 +43,6 @@ def test_rate_is_not_scaled_where_the_gradient_has_grown_already():
     assert optim.scaled_rate(0.1, "none", size=4) == 0.1
 
 
-@pytest.mark.parametrize(("name", "kind"), [("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW")])
-def test_optimizers_take_the_flags(name, kind):
-    built = optim.build_optimizer(name, [torch.nn.Parameter(torch.zeros(2))], rate=0.5, momentum=0.8, weight_decay=0.1)
-    group = built.param_groups[0]
-    assert type(built).__name__ == kind
-    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
-    assert group["momentum"] == 0.8 if name == "sgd" else group["betas"] == (0.8, 0.999)
-
-
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_fused_is_the_same_up_to_rounding_and_a_loop_where_torch_has_no_kernel(name, monkeypatch):
     def trained(fused: bool) -> tuple[torch.Tensor, bool]:

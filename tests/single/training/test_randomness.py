@@ -69,8 +69,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("loader", [False, True])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("place", "loader"), [(place, number % 2) for number, place in enumerate(PLACES)], ids=str)
 def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(place, loader, tmp_path):
     data = (DataLoader(TensorDataset(X, Y), batch_size=8, shuffle=True),) if loader else (X, Y)
     whole, apart = resumed(partial(program, data=data), tmp_path, place)

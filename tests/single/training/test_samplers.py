@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from hvdtrain.engines.single import SerialEngine
-from hvdtrain.inputs.plan import Plan, batches_after, steps_of_batches
+from hvdtrain.inputs.plan import Plan, batches_after
 from hvdtrain.inputs.samplers import Drawn
 from tests.single.training import small
 
@@ -253,15 +253,3 @@ def test_the_position_in_batches_follows_from_the_samples():
         assert len(left) == 3 - number
     assert batches_after(batches, 4) is None
     assert batches_after(batches, 10) is None
-
-
-def test_a_batch_weighs_as_many_samples_as_it_has():
-    batches = [torch.arange(3), torch.arange(3, 4), torch.arange(4, 9)]
-    each = [next(steps_of_batches(batches, rank, 2, 3)) for rank in range(2)]
-    assert [step.count for step in each] == [9, 9]
-    assert [[batch.weight for batch in step.batches] for step in each] == [
-        pytest.approx([3 * 2 / 9, 5 * 2 / 9]),
-        pytest.approx([1 * 2 / 9, 0.0]),
-    ]
-    assert [[batch.first for batch in step.batches] for step in each] == [[0, 0], [3, 0]]
-    assert torch.equal(each[1].batches[1].indices, batches[2])  # a rank without a batch repeats a whole one
