@@ -334,23 +334,6 @@ def test_metrics_are_the_scripts_own(tmp_path, capsys):
 # ---- how long, and how it ends
 
 
-def test_training_by_steps_ends_in_the_middle_of_an_epoch(tmp_path):
-    seen = []
-    Trained(out=tmp_path, steps=7, each=lambda t: seen.append((t.step.number, round(t.run.progress * 7))))
-    assert seen == [(number, number - 1) for number in range(1, 8)]
-    assert summary(tmp_path)["steps"] == 7
-
-
-def test_a_goal_that_is_reached_ends_training_and_one_that_is_not_gives_three(tmp_path):
-    def evaluate(t, epoch):
-        with t.run.evaluating(N) as mine:
-            t.run.record(loss=F.mse_loss(t.model(X[mine]), Y[mine], reduction="sum"))
-
-    for goal, code, epochs in ((1e9, 0, 1), (0.0, 3, 2)):
-        run = Trained(stop_at={"loss": goal}, tail=evaluate).run
-        assert (run.exit_code, run.state.epoch) == (code, epochs)
-
-
 @pytest.mark.parametrize("stopped", [None, 3, 4])
 def test_an_epoch_that_the_program_ends_is_ended_also_after_a_resume(stopped, tmp_path):
     """Three of the five steps of each epoch are taken."""
@@ -420,20 +403,6 @@ def test_every_start_removes_what_a_killed_rank_has_left(tmp_path, monkeypatch):
 
 
 # ---- evaluations
-
-
-def test_modes_and_random_numbers_of_training_survive_an_evaluation():
-    def tail(t, epoch):
-        with t.run.evaluating(DataLoader(TensorDataset(X, Y), 16)) as batches:
-            assert not t.net.training
-            for x, y in batches:
-                t.run.record(loss=(t.model(x) - y).square())
-        assert t.net.training
-        assert not t.net[1].training
-
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    # As a script that freezes statistics has it.
-    assert Trained(net=net, epochs=1, before=lambda t: net[1].eval(), tail=tail).run.evaluation["count"] == N
 
 
 @pytest.fixture
