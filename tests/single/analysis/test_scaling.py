@@ -1,4 +1,4 @@
-"""hvdtrain.benchmark --np: what runs, the arithmetic of its table, and what fails."""
+"""hvdtrain.benchmark --np and --collectives: what runs, the arithmetic of the tables, and what fails."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs, on facts that this machine does not have; and that a check which fails hides no other."""
+"""The doctor's checks of GPUs, on facts that this machine does not have; a check that fails hides no other."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the flags of hvdtrain.doctor, report and make_shards do: what is checked, which files. And flags of a program."""
+"""What the flags of hvdtrain.doctor, report, make_shards, unpack and reduce do. And flags of a program."""
 
 import json
 import os

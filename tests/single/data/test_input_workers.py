@@ -1,4 +1,4 @@
-"""The processes that load batches for a rank: a fork server that imports the program, and the workers that it forks."""
+"""The processes that load batches for a rank: their server, how many fit, what they leave when they are killed."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""hvdtrain.datasets.mnist_data: MNIST files found, verified, and named when wrong."""
+"""hvdtrain.datasets.mnist_data: MNIST files found, verified, named when wrong; and the digits of the package."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""docs/reference: what is made from the source is up to date, and complete."""
+"""docs/reference and the site: what is made from the source is up to date, and complete."""
 
 import ast
 import fnmatch

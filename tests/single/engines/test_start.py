@@ -1,4 +1,4 @@
-"""Starting an engine: the share of the cores, the container's quota, one line for users."""
+"""An engine starts: a share of the cores, the quota, memory that is kept, one line for users. And the end of MPI."""
 
 import ctypes
 import math

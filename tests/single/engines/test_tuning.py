@@ -1,4 +1,4 @@
-"""What is tuned, and refused, before Horovod starts: tuning touches nothing that the user asked for."""
+"""What is tuned, checked and refused before Horovod starts: tuning touches nothing that the user asked for."""
 
 import os
 import resource

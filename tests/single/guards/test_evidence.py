@@ -1,4 +1,4 @@
-"""Who is at work, and who only waits."""
+"""Who is at work, and who only waits; what the monitor sees of its threads, also of a kernel that tells less."""
 
 import os
 import signal

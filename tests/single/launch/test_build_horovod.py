@@ -1,4 +1,4 @@
-"""The set-up programs without their slow parts: patches, cache, checks before anything runs, what a failure says."""
+"""The set-up programs without their slow parts: patches, cache, checks, what a failure says; whose CUDA and NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU, the phases are those of the device. A GPU in Python runs what is queued, while the host goes on."""
+"""On a GPU, the phases are those of the device: a GPU in Python runs what is queued meanwhile. And --profile."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Reading what runs have left, however damaged or interrupted."""
+"""Reading what runs have left, however damaged, and the page of it: nothing in it that a browser would run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The run object: what the loop computes, saves and restores. Mistakes in a program: test_mistakes.py."""
+"""The run object: what the loop computes, saves and restores, as torch does. Mistakes: test_mistakes.py."""
 
 import decimal
 import math

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: as a flag on the device, and what fused optimizers do with it."""
+"""Gradients that are not finite: a flag on the device, what fused optimizers do with it, buffers of a skipped step."""
 
 import copy
 
