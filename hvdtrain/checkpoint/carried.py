@@ -10,19 +10,20 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hvdtrain.checkpoint.reached import Leaf, Reached, is_plain
+from hvdtrain.checkpoint.reached import GeneratorMark, Leaf, Reached, is_plain
 from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, of_batches, stores
 
 THE_GLOBAL = "the global "  # before the name of a variable of the module
+SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN = 3  # names
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
@@ -70,9 +71,9 @@ class Carried:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
         lost = [
             name for name, leaf in now.items()
-            if name in self._began and repr(self._first.get(name, leaf).mark) != repr(leaf.mark)
+            if (name in self._began or leaf.owner is not None) and repr(self._first.get(name, leaf).mark) != repr(leaf.mark)
         ]  # fmt: skip
-        if not (lost := [name for name in lost if self._is_carried(name, now[name].owner)]):
+        if not (lost := [name for name in lost if self._is_carried(name, now[name])]):
             return
         known = tree_leaves([held for name, held in self._of_run().items() if name in self._code.co_names])
         known += tree_leaves([one.state_dict() for one in self._saved.values() if not isinstance(one, nn.Module)])
@@ -85,9 +86,11 @@ class Carried:
             and not (isinstance(mark, float) and any(low <= mark <= high for low, high in clocks))
         ]  # fmt: skip
         if lost:
+            generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
             self.end()
             what = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
             remedy = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
+            remedy = "give it to run.register" if generators else remedy
             where = "the program" if self._code.co_name == "<module>" else f"{self._code.co_name}()"
             message = f"{what} of {where} is carried on from step to step or epoch to epoch, and no checkpoint has it"
             self._say(f"warning: {message}: {remedy}")
@@ -102,8 +105,7 @@ class Carried:
         return False
 
     def _is_set_anew(self, kind: type, attribute: str) -> bool:
-        functions = (self._globals | dict(vars(kind))).items()
-        setters = tuple(name for name, one in functions if stores(one, attribute) == {"STORE"})
+        setters = tuple(name for name, one in self._functions(kind) if stores(one, attribute) == {"STORE"})
         if stores(getattr(kind, "forward", None), attribute) == {"STORE"}:
             return True
         stops = ("steps", "batches", *(code.co_name for code, _ in self._loops[1:]))
@@ -111,6 +113,21 @@ class Carried:
             first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops) == {"STORE"}
             for code, start in [*self._loops, *(one for code, _ in self._loops for one in of_batches(code))]
         )
+
+    def _functions(self, kind: type) -> Iterator[tuple[str, Any]]:
+        """Yield the functions of the program and the methods of its classes and of this one, with their names."""
+        classes = {one for one in self._globals.values() if isinstance(one, type) and self._is_own(one)} | {kind}
+        yield from (pair for held in (self._globals, *map(vars, classes)) for pair in held.items())
+
+    def _is_seeded_anew(self, owner: object) -> bool:
+        """Return whether the program seeds generators in its loops, or in what it calls there."""
+        called = {word for code, _ in self._loops for word in code.co_names}
+        codes = [
+            one.__code__
+            for name, one in self._functions(type(owner))
+            if name in called and isinstance(one, FunctionType)
+        ]
+        return bool(SEEDS & called.union(*(code.co_names for code in codes)))
 
     def _is_kept(self, owner: object, attribute: str) -> bool:
         """Return whether an object keeps this attribute, and no method sets it anew."""
@@ -126,17 +143,17 @@ class Carried:
         at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute)
         return not uses or bool(at_times) or any("LOAD" in used for used in uses.values())  # else as by set_epoch
 
-    def _is_carried(self, name: str, owner: object) -> bool:
+    def _is_carried(self, name: str, leaf: Leaf) -> bool:
+        owner = leaf.owner
+        if isinstance(leaf.mark, GeneratorMark) and self._is_seeded_anew(owner):
+            return False
         variable = re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[0]
         attribute = re.split(r"\[", name.rpartition(".")[2])[0]
         if isinstance(owner, FunctionType):
             if first_uses(owner.__code__, None, attribute, of=("_DEREF",)) == {"STORE"}:
                 return False
-        elif isinstance(owner, nn.Module):
-            if self.is_set_anew([owner], name.removeprefix(f"{variable}.")):
-                return False
-        elif isinstance(owner, Sampler):
-            if self._is_set_anew(Sampler, attribute):
+        elif isinstance(owner, nn.Module | Sampler):
+            if self._is_set_anew(type(owner), attribute):
                 return False
         elif owner is not None and not self._is_kept(owner, attribute):
             return False
@@ -157,8 +174,12 @@ class Carried:
 
         assert self._frame is not None
         held = self._frame.f_locals
-        reached = Reached(self._is_own, self._shared | {id(one) for one in self._saved.values()}, mark_of)
-        names = dict(held)
+        apart = self._shared | {id(one) for one in self._saved.values()}
+        loaders = [one for one in held.values() if isinstance(one, DataLoader)]
+        apart |= {
+            id(one) for loader in loaders for one in (loader.generator, getattr(loader.sampler, "generator", None))
+        }
+        reached, names = Reached(self._is_own, apart, mark_of), dict(held)
         if held is not self._globals:
             names |= {
                 THE_GLOBAL + name: value

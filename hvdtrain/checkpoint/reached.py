@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from hvdtrain.checkpoint.own import digest_of_values
+from hvdtrain.checkpoint.randomness import generator_state, is_generator
 from hvdtrain.engines.portable import is_array, is_scalar
 
 PLAIN = (bool, int, float, complex, type(None))
@@ -31,6 +33,10 @@ class Leaf(NamedTuple):
 
     mark: object
     owner: object = None
+
+
+class GeneratorMark(str):
+    """A hash of the state of a generator of random numbers."""
 
 
 def is_plain(value: object) -> bool:
@@ -64,19 +70,20 @@ class Reached:
         if is_plain(value):
             self.leaves[path] = Leaf(value, owner)
             return
-        if id(value) in self._apart | self._seen or depth > DEEPEST or len(self.leaves) > MOST_LEAVES:
+        if id(value) in self._apart or depth > DEEPEST or len(self.leaves) > MOST_LEAVES:
             return
-        self._seen.add(id(value))
         if isinstance(value, Tensor):
             if value.grad_fn is None:
                 self.leaves[path] = Leaf(self._mark_of([value]), owner)
-        elif is_array(value) or isinstance(value, COLLECTIONS):
+            return
+        inside = is_array(value) or isinstance(value, COLLECTIONS)
+        if inside:
             self.leaves[path] = Leaf(self._mark(value), owner)
-            for inner, one in self._followed_in(value):
-                self.add(f"{path}{inner}", one, owner, depth + 1)
-        else:
-            for inner, one in self._held_by(path, value, owner):
-                self.add(f"{path}{inner}", one, value, depth + 1)
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        for inner, one in self._followed_in(value) if inside else self._held_by(path, value, owner):
+            self.add(f"{path}{inner}", one, owner if inside else value, depth + 1)
 
     def _is_followed(self, value: Any) -> bool:
         return isinstance(value, SimpleNamespace | argparse.Namespace) or self._is_own(type(value))
@@ -99,8 +106,8 @@ class Reached:
             if tensors:
                 self.leaves[path] = Leaf(self._mark_of(tensors), owner)
             for inner, module in value.named_modules():
-                if self._is_own(type(module)):
-                    held |= {f"{inner}.{name}".lstrip("."): one for name, one in attributes_of(module).items()}
+                for name, one in attributes_of(module).items() if self._is_own(type(module)) else ():
+                    self.add(".".join(filter(None, (path, inner, name))), one, module, DEEPEST)
         elif isinstance(value, FunctionType):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 with contextlib.suppress(ValueError):  # it is empty
@@ -122,6 +129,8 @@ class Reached:
             held = {name: one for name, one in attributes_of(value).items() if isinstance(one, Tensor)}
         elif isinstance(value, itertools.count):
             self.leaves[path] = Leaf(repr(value), owner)
+        elif is_generator(value):
+            self.leaves[path] = Leaf(GeneratorMark(digest_of_values(generator_state(value))), owner)
         elif self._is_followed(value):
             held = attributes_of(value)
         elif not hasattr(value, "__len__") and (left := operator.length_hint(value, -1)) >= 0:  # such as iter(a_list)

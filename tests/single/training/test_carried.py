@@ -1,9 +1,13 @@
 """What a program carries from step to step, or epoch to epoch, in variables of its own: a line says so.
 What it sets anew, or what a resumed run knows, is left alone."""
 
+import enum
+import itertools
 import random
 import textwrap
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from hvdtrain import training
 from tests.single.training.small import Stateful, X, Y, flags_for
 
-USED = (random, Stateful, AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)  # in the programs below
+# In the programs below.
+USED = (itertools, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)
 SOURCE = """
 import time
 bad = 0
@@ -98,8 +103,53 @@ class Centred(nn.Module):
         self.centre = 0.9 * self.centre + 0.1 * x.mean()
 
 
+class Kind(enum.Enum):
+    WARM, COLD = 1, 2
+
+
+class Slots:
+    __slots__ = ("sum",)
+
+    def __init__(self):
+        self.sum = 0.0
+
+    def add(self, value):
+        self.sum += value
+
+
+class Weighing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.now = self.before = None
+
+    def forward(self, x):
+        self.now = x.detach() if self.before is None else x.detach() * self.before.mean()
+        return self.now
+
+    def keep(self):
+        self.before = self.now
+
+
+def averaging():
+    held = torch.zeros(1)
+
+    def average(value):
+        nonlocal held
+        held = 0.9 * held + 0.1 * value
+
+    return average
+
+
+def falling():
+    rate = 1.0
+    while True:
+        yield rate
+        rate *= 0.9
+
+
 class Rows(Dataset):
     def __init__(self):
+        self.marks = np.zeros(40)
         self.order, self.epoch, self.read = [(k,) for k in range(40)], 0, []
 
     def shuffle(self):
@@ -114,7 +164,7 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         self.read.append(index)
-        place = self.order[index][0]
+        place = self.order[index][0] + int(0 * self.marks[index])
         return X[place], Y[place]
 
 
@@ -147,6 +197,19 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "the global bad": ("", "", "", "worse()"),
     "Counted.BAD": ("", "", "", "Counted.check(value)"),
     "loader.sampler.weights": (WEIGHTED, "", "", "loader.sampler.weights = 1.0 + torch.rand(40).double()"),
+    "trainer.stop.best": ("trainer = SimpleNamespace(stop=Stop())", "", "", "trainer.stop(value)"),
+    "calls[0].best": ("calls = [Stop()]", "", "", "for call in calls:\n    call(value)"),
+    "costs": ("costs = np.zeros(3)", "", "", "costs[epoch] = value"),
+    "shadow": ("shadow = {'weight': torch.zeros(3)}", "", "shadow['weight'].add_(value)", ""),
+    "centre.held": ("centre = averaging()", "", "centre(value)", ""),
+    "numbers": ("numbers = itertools.count()", "", "", "print(next(numbers))"),
+    "rates.rate": ("rates = falling()", "step_rate = next(rates)", "step.lr = step_rate", ""),
+    "noise.drawn": ("noise = SimpleNamespace(drawn=torch.Generator())", "", "", "torch.rand(1, generator=noise.drawn)"),
+    "rates.sum": ("rates = Slots()", "", "rates.add(value)", ""),
+    "weighing.before": ("weighing = Weighing()", "", "weighing(y)", "weighing.keep()"),
+    "kind": ("kind = Kind.WARM", "print(kind)", "", "kind = Kind.COLD if epoch else kind"),
+    "temperature": ("temperature = np.float32(1)", "", "temperature = temperature * np.float32(0.9)", ""),
+    "rows.marks": (ROWS, "", "", "rows.marks[epoch] = 1"),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
@@ -170,6 +233,13 @@ KEPT = {
     "centred": ("centred = Centred()", "", "centred(y)", ""),
     "rows": (ROWS, "rows.set_epoch(epoch)", "", ""),
     "odd": ("odd = Odd()", "", "", ""),
+    "seeded": (
+        "drawn = torch.Generator()", "drawn.manual_seed(epoch)", "torch.rand(1, generator=drawn)", "",
+    ),
+    "of loader": (
+        "drawn = torch.Generator()\ndata = (DataLoader(TensorDataset(X, Y), 8, shuffle=True, generator=drawn),)", "", "", "",
+    ),
+    "model": ("held = SimpleNamespace(model=model, optimizer=optimizer, weights=list(net.parameters()))", "", "", ""),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
 
@@ -190,7 +260,7 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
     """A resumed run began with its first value: another patience, exit code 0."""
     trained(tmp_path, nn.Linear(3, 1), *LOST[name])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    what = name.partition("[")[0]
+    what = name.partition("['")[0]
     assert len(lines) == 1
     assert lines[0].startswith(f"warning: {what} of main() is carried on from step to step or epoch to epoch, and no")
 
