@@ -10,24 +10,35 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hvdtrain.checkpoint.reached import GeneratorMark, Leaf, Reached, is_plain
-from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, of_batches, stores
+from hvdtrain.checkpoint.reached import GeneratorMark, Reading, Reached, is_plain
+from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, is_computed_with, words_from, of_batches, stores
 
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN = 3  # names
+KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
+
+
+def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:
+    """Return the variables in a frame, of this type."""
+    held = frame.f_locals
+    names = {name: value for name, value in held.items() if isinstance(value, kind)}
+    # Of a function, before Python 3.13, a copy that would stay; of others, the program's own names.
+    if type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        held.clear()
+    return names
 
 
 class Carried:
@@ -47,7 +58,8 @@ class Carried:
         self._globals = frame.f_globals
         self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
         self._clocks = [clock() for clock in CLOCKS]
-        self._began, self._first = dict[str, Leaf](), dict[str, Leaf]()
+        self._began, self._first = dict[str, Reading](), dict[str, Reading]()
+        self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = self._marks()
 
@@ -60,12 +72,26 @@ class Carried:
         self._loops = [self._loops[0], (frame.f_code, frame.f_lasti)]
         with OF_THE_PROGRAM:
             self._first = self._first or self._marks()
+            self._at_steps = variables_of(frame, float)
         self.look()
 
     def look(self, *, numbers: bool = False) -> None:
         """Warn once of what has changed. numbers: of numbers only: within an epoch, others may be emptied at its end."""
         with OF_THE_PROGRAM:
             self._look(numbers)
+            if numbers:
+                self._look_in_steps()
+
+    def _look_in_steps(self) -> None:
+        """Look at the numbers that an epoch sets, and its steps then change and compute with: if it is resumed, it begins
+        with the first ones again."""
+        code, start = self._loops[-1]
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        now = variables_of(frame, float) if frame is not None and self._frame is not None else {}
+        changed = [name for name, value in now.items() if repr(self._at_steps.get(name, value)) != repr(value)]
+        self._warn([name for name in changed if is_computed_with(code, start, name)], code)
 
     def _look(self, numbers: bool) -> None:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
@@ -85,13 +111,14 @@ class Carried:
             if repr(mark) not in texts
             and not (isinstance(mark, float) and any(low <= mark <= high for low, high in clocks))
         ]  # fmt: skip
+        generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
+        self._warn(lost, self._code, "give it to run.register" if generators else KEEP_IT)
+
+    def _warn(self, lost: Sequence[str], code: CodeType, remedy: str = KEEP_IT) -> None:
         if lost:
-            generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
             self.end()
             what = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-            remedy = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
-            remedy = "give it to run.register" if generators else remedy
-            where = "the program" if self._code.co_name == "<module>" else f"{self._code.co_name}()"
+            where = "the program" if code.co_name == "<module>" else f"{code.co_name}()"
             message = f"{what} of {where} is carried on from step to step or epoch to epoch, and no checkpoint has it"
             self._say(f"warning: {message}: {remedy}")
 
@@ -119,9 +146,13 @@ class Carried:
         classes = {one for one in self._globals.values() if isinstance(one, type) and self._is_own(one)} | {kind}
         yield from (pair for held in (self._globals, *map(vars, classes)) for pair in held.items())
 
+    def _called(self) -> set[str]:
+        """Return the names that the loops have."""
+        return {name for loop in self._loops for name in words_from(*loop)}
+
     def _is_seeded_anew(self, owner: object) -> bool:
         """Return whether the program seeds generators in its loops, or in what it calls there."""
-        called = {word for code, _ in self._loops for word in code.co_names}
+        called = self._called()
         codes = [
             one.__code__
             for name, one in self._functions(type(owner))
@@ -132,7 +163,7 @@ class Carried:
     def _is_kept(self, owner: object, attribute: str) -> bool:
         """Return whether an object keeps this attribute, and no method sets it anew."""
         kind = owner if isinstance(owner, type) else type(owner)
-        called = {word for code, _ in self._loops for word in code.co_names}
+        called = self._called()
         methods, data = [pair for base in kind.__mro__ for pair in vars(base).items()], isinstance(owner, Dataset)
         if data:  # what reading changes has a line of its own
             methods = [(method, one) for method, one in methods if method in called]
@@ -143,7 +174,7 @@ class Carried:
         at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute)
         return not uses or bool(at_times) or any("LOAD" in used for used in uses.values())  # else as by set_epoch
 
-    def _is_carried(self, name: str, leaf: Leaf) -> bool:
+    def _is_carried(self, name: str, leaf: Reading) -> bool:
         owner = leaf.owner
         if isinstance(leaf.mark, GeneratorMark) and self._is_seeded_anew(owner):
             return False
@@ -168,19 +199,19 @@ class Carried:
             return True
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES)
 
-    def _marks(self, *, numbers: bool = False) -> dict[str, Leaf]:
+    def _marks(self, *, numbers: bool = False) -> dict[str, Reading]:
         """Return what the program's variables reach, by name."""
         from hvdtrain.checkpoint.objects import mark_of
 
         assert self._frame is not None
-        held = self._frame.f_locals
+        held = variables_of(self._frame)
         apart = self._shared | {id(one) for one in self._saved.values()}
         loaders = [one for one in held.values() if isinstance(one, DataLoader)]
         apart |= {
             id(one) for loader in loaders for one in (loader.generator, getattr(loader.sampler, "generator", None))
         }
         reached, names = Reached(self._is_own, apart, mark_of), dict(held)
-        if held is not self._globals:
+        if self._code.co_flags & inspect.CO_OPTIMIZED or self._frame.f_locals is not self._globals:
             names |= {
                 THE_GLOBAL + name: value
                 for name, value in self._globals.items()
@@ -189,9 +220,6 @@ class Carried:
         for name, value in names.items():
             if is_plain(value) or not (numbers or (isinstance(value, FunctionType | type) and not self._is_own(value))):
                 reached.add(name.removeprefix(THE_GLOBAL) if isinstance(value, type) else name, value)
-        # Of a function, before Python 3.13, a copy that would stay; of others, the program's own names.
-        if type(held) is dict and self._code.co_flags & inspect.CO_OPTIMIZED:
-            held.clear()
         return reached.leaves
 
     def _is_own(self, what: Any) -> bool:

@@ -21,14 +21,14 @@ from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
 from hvdtrain.engines.portable import is_array, is_scalar
 
-PLAIN = (bool, int, float, complex, type(None))
+SIMPLE = (bool, int, float, complex, type(None))
 COLLECTIONS = (list, tuple, dict, set, deque)
 MOST_PARTS, MOST_LEAVES, DEEPEST = 1_000, 10_000, 6
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
-class Leaf(NamedTuple):
+class Reading(NamedTuple):
     """What is reached. owner: whose attribute or variable it is: of an object, a class, a function; None: of the program."""
 
     mark: object
@@ -41,7 +41,7 @@ class GeneratorMark(str):
 
 def is_plain(value: object) -> bool:
     """Return whether `value` is a number, also one of numpy, None or a member of an enumeration."""
-    return type(value) in PLAIN or is_scalar(value) or isinstance(value, enum.Enum)
+    return type(value) in SIMPLE or is_scalar(value) or isinstance(value, enum.Enum)
 
 
 def attributes_of(what: object) -> dict[str, Any]:
@@ -62,23 +62,23 @@ class Reached:
     saved, and of weights. mark_of: returns what changes with tensors."""
 
     def __init__(self, is_own: Callable[[Any], bool], apart: set[int], mark_of: Callable[[list[Tensor]], object]):
-        self.leaves = dict[str, Leaf]()
+        self.leaves = dict[str, Reading]()
         self._is_own, self._apart, self._mark_of, self._seen = is_own, apart, mark_of, set[int]()
 
     def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
         """Add what this path reaches."""
         if is_plain(value):
-            self.leaves[path] = Leaf(value, owner)
+            self.leaves[path] = Reading(value, owner)
             return
         if id(value) in self._apart or depth > DEEPEST or len(self.leaves) > MOST_LEAVES:
             return
         if isinstance(value, Tensor):
             if value.grad_fn is None:
-                self.leaves[path] = Leaf(self._mark_of([value]), owner)
+                self.leaves[path] = Reading(self._mark_of([value]), owner)
             return
         inside = is_array(value) or isinstance(value, COLLECTIONS)
         if inside:
-            self.leaves[path] = Leaf(self._mark(value), owner)
+            self.leaves[path] = Reading(self._mark(value), owner)
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -104,7 +104,7 @@ class Reached:
             if any(id(one) in self._apart or one.grad_fn is not None for one in tensors):
                 return  # a model, or what is around one
             if tensors:
-                self.leaves[path] = Leaf(self._mark_of(tensors), owner)
+                self.leaves[path] = Reading(self._mark_of(tensors), owner)
             for inner, module in value.named_modules():
                 for name, one in attributes_of(module).items() if self._is_own(type(module)) else ():
                     self.add(".".join(filter(None, (path, inner, name))), one, module, DEEPEST)
@@ -128,13 +128,13 @@ class Reached:
         elif isinstance(value, Sampler):  # which the resumed run begins anew, but for what the program has given it
             held = {name: one for name, one in attributes_of(value).items() if isinstance(one, Tensor)}
         elif isinstance(value, itertools.count):
-            self.leaves[path] = Leaf(repr(value), owner)
+            self.leaves[path] = Reading(repr(value), owner)
         elif is_generator(value):
-            self.leaves[path] = Leaf(GeneratorMark(digest_of_values(generator_state(value))), owner)
+            self.leaves[path] = Reading(GeneratorMark(digest_of_values(generator_state(value))), owner)
         elif self._is_followed(value):
             held = attributes_of(value)
         elif not hasattr(value, "__len__") and (left := operator.length_hint(value, -1)) >= 0:  # such as iter(a_list)
-            self.leaves[path] = Leaf(left, owner)
+            self.leaves[path] = Reading(left, owner)
         for name, one in held.items():
             if not isinstance(one, FunctionType | type) or self._is_own(one):
                 yield f".{name}", one

@@ -10,6 +10,13 @@ VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_MET
 ENDS = ("RETURN", "RAISE", "RERAISE")
 
 
+def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
+    """Return what an instruction does with `name`: LOAD or STORE. Some do two things, as STORE_FAST_LOAD_FAST."""
+    names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+    verbs = re.findall("LOAD|STORE", one.opname) if any(kind in one.opname for kind in of) else []
+    return [verb for verb, which in zip(verbs, names, strict=False) if which == name]
+
+
 @functools.cache
 def first_uses(
     code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
@@ -30,15 +37,11 @@ def first_uses(
             continue
         known.add(place)
         one = lines[place]
-        used = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # two in one, as of LOAD_FAST_LOAD_FAST
-        verbs = re.findall("LOAD|STORE", one.opname)
-        uses = [
-            verb for verb, which in zip(verbs, used, strict=False) if which == name and any(k in one.opname for k in of)
-        ]
+        uses = uses_of(one, name, of)
         inner = one.argval if isinstance(one.argval, CodeType) and of is ATTRIBUTES else None  # such as a comprehension
         uses += ["LOAD"] if inner and name in inner.co_names else []
-        if verbs and "_FAST" not in one.opname:  # a variable may have the name of a method
-            uses += ["STORE"] if used[0] in calls else ["LOAD"] if used[0] in stops else []
+        if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
+            uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")
             continue
@@ -55,9 +58,33 @@ def first_uses(
     return found
 
 
+@functools.cache
+def words_from(code: CodeType, start: int) -> set[str]:
+    """Return the names of attributes and of variables of the module that this code has from this offset on."""
+    names = {one.argval for one in dis.get_instructions(code) if one.offset >= start}
+    return names & set(code.co_names)
+
+
 def of_batches(code: CodeType) -> list[tuple[CodeType, int]]:
     """Return where the loops over `step.batches` begin in this code."""
     return [(code, one.offset) for one in dis.get_instructions(code) if one.argval == "batches"]
+
+
+@functools.cache
+def is_computed_with(code: CodeType, start: int, name: str) -> bool:
+    """Return whether the loop from this offset on carries a variable on, and its micro-batches are computed with it: they
+    read it on a line that does not set it, as a sum for display does."""
+    if "LOAD" not in first_uses(code, start, name, of=VARIABLES):
+        return False
+    lines, loaded, stored = list(dis.get_instructions(code)), set[int | None](), set[int | None]()
+    for _, begins in of_batches(code):
+        loop = next((one for one in lines if one.opname == "FOR_ITER" and one.offset >= max(begins, start)), None)
+        for one in lines:
+            if loop is not None and one.positions is not None and loop.offset < one.offset < loop.argval:
+                uses = uses_of(one, name, VARIABLES)
+                loaded |= {one.positions.lineno} if "LOAD" in uses else set()
+                stored |= {one.positions.lineno} if "STORE" in uses else set()
+    return bool(loaded - stored)
 
 
 def stores(function: object, attribute: str) -> set[str]:

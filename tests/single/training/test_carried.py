@@ -32,6 +32,7 @@ BEFORE
 HEAD
         for step in run.steps(*data):
             for x, y in step.batches():
+BATCH
                 step.backward((model(x) - y).square().mean())
             step.update()
             value = step.loss
@@ -244,8 +245,8 @@ KEPT = {
 }  # fmt: skip
 
 
-def trained(tmp_path, net, before="", head="", each="", tail=""):
-    parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8)}
+def trained(tmp_path, net, before="", head="", each="", tail="", batch=""):
+    parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
     source = SOURCE
     for name, (text, columns) in parts.items():
         source = source.replace(name, textwrap.indent(text, " " * columns))
@@ -269,6 +270,23 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
 def test_a_variable_that_is_set_anew_or_that_a_resumed_run_knows_is_left_alone(name, tmp_path, capsys):
     trained(tmp_path, nn.Linear(3, 1), *KEPT[name])
     assert "warning: " not in capsys.readouterr().out
+
+
+IN_STEPS = {  # at the head of an epoch, for each micro-batch, after a step; whether it is said
+    "computed with": ("heat = 1.0", "x = x * heat", "heat = max(0.1, heat * 0.9)", True),
+    "a sum": ("heat = 0.0", "heat += x.mean().item()", "print(heat)", False),
+    "a counter": ("heat = 0", "if heat < 3:\n    print(heat)", "heat += 1", False),
+    "set in each step": ("heat = 1.0", "x = x * heat", "heat = 1 / step.number", True),
+    "by its number": ("", "heat = 1 / step.number\nx = x * heat", "", False),
+}
+
+
+@pytest.mark.parametrize("case", IN_STEPS)
+def test_a_number_that_the_steps_of_an_epoch_change_and_compute_with_is_said(case, tmp_path, capsys):
+    """A temperature that each epoch begins with was the first one again in an epoch that is resumed."""
+    head, batch, each, told = IN_STEPS[case]
+    trained(tmp_path, nn.Linear(3, 1), head=head, each=each, batch=batch)
+    assert ("warning: heat of main() is carried on" in capsys.readouterr().out) == told
 
 
 def test_a_program_that_is_executed_with_names_of_its_own_keeps_them(tmp_path):
