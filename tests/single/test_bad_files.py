@@ -35,7 +35,7 @@ from hvdtrain.output.recorded_runs import read_runs, time_shares
 from tests.facts import own_tensors, sound_facts
 from tests.single.data import fake_mnist as fake
 from tests.single.examples import JSON, changed, little_memory, one_line, spoilt, tried
-from tests.single.output.run_records import LANGUAGE
+from tests.single.output.test_recorded_runs import LANGUAGE
 
 # IDX
 

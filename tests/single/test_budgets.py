@@ -79,7 +79,7 @@ BUDGETS = {
     # What the audit reads of files where the kernel tells of changes and where it does not, and of DTensors, costs 65.
     # And what Lightning does with our callback, in Lightning; test_carried.py.
     # With what attempts found in models and data sets, and bytes of a save of many ranks.
-    "tests/single": 24000,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 23990,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

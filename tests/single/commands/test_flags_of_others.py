@@ -15,7 +15,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.single import SerialEngine
 from hvdtrain.launching import exit_codes
 from tests import image_set
-from tests.single.output.run_records import WHOLE, leave  # noqa: F401
+from tests.single.output.test_recorded_runs import WHOLE, leave  # noqa: F401
 
 
 def test_the_doctor_checks_what_was_named(tmp_path, monkeypatch, capsys):

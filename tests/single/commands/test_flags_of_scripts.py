@@ -197,6 +197,11 @@ def test_effect(name, look, expected, run):
 # ---- every script
 
 
+def test_the_loss_scaler_is_that_of_fp16(run):
+    assert run("many").run.shared().prepared.scaler.get_scale() == 1.0
+    assert run("few").run.shared().prepared.scaler.get_scale() > 1.0  # without it, small gradients are lost
+
+
 def test_the_seed_is_that_of_the_weights_and_of_the_order(run):
     torch.manual_seed(7)
     weights = MODELS["convnet-nonorm"]().state_dict()
