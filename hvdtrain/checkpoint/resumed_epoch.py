@@ -87,9 +87,9 @@ class ResumedEpoch:
 
     def stops(self, in_epoch: bool) -> Moment:
         """Return which evaluation this is, for a checkpoint. Until the one in which the run was stopped before, it is that
-        one, and its states are put back."""
+        one, also before the loop, and its states are put back."""
         if not in_epoch:
-            return Moment(outside=True)
+            return Moment(outside=True, evaluation=self._stopped_in)
         self._put_back()
         return Moment(evaluation=self._stopped_in or self._evaluations)
 

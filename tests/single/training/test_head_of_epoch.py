@@ -105,6 +105,7 @@ MODES = {  # what a program does before its loop, at the head of an epoch, after
     "toggles a part at each step": (nothing, nothing, lambda net, teacher: net[1].train(not net[1].training), nothing),
     "freezes a weight at a head": (nothing, freeze_or_train, nothing, nothing),
     "freezes a weight in a tail": (nothing, nothing, nothing, lambda net, _: net[0].weight.requires_grad_(False)),
+    "freezes or trains a weight in each tail": (nothing, nothing, nothing, freeze_or_train),
     "trains a weight from a step on": (freeze_or_train, nothing, freeze_or_train, nothing),
     "a registered teacher before the loop": (lambda net, teacher: teacher.eval(), nothing, nothing, train_all),
 }
