@@ -57,7 +57,7 @@ class Drawn:
         if len(first) != len(again) or not all(map(torch.equal, first, again)):
             raise UserError(
                 f"the DataLoader's {self._kind} draws another order each time, also with the same seed of torch, Python and "
-                "numpy: draw with these, or from a generator that set_epoch(epoch) seeds"
+                "numpy: draw with these or a generator that set_epoch(epoch) seeds, and keep nothing for the next draw"
             )
         return first
 

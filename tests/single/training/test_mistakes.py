@@ -265,6 +265,8 @@ IN_PROGRAMS = {  # of docs/programs: by program, what stands there and what some
             "Buckets draws something else than indices .* write batch_sampler= for one that draws lists"),
         "a shuffle that cannot be seeded": (
             {"random.shuffle(batches)": "random.SystemRandom().shuffle(batches)"}, "Buckets draws another order each time"),
+        "a list that is shuffled in place": (
+            {"random.shuffle(batches)": "random.shuffle(self.lengths)"}, "and keep nothing for the next draw"),
         "lines left out at random": (
             {"for index in order:": "for index in [one for one in order if random.random() > 0.1]:", "epochs=3": "epochs=2"},
             r"Buckets draws \d+ samples in epoch 2, and \d+ in the first: draw as many in each"),
