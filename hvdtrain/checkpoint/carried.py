@@ -19,13 +19,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hvdtrain.checkpoint.reached import GeneratorMark, Reading, Reached, is_plain
-from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, is_computed_with, words_from, of_batches, stores
+from hvdtrain.checkpoint.randomness import is_generator
+from hvdtrain.checkpoint.reached import GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, is_computed_with, of_batches, stores, words_from
 
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
-SHOWN = 3  # names
+SHOWN, MOST_LINES = 3, 3  # names in a line
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
@@ -59,6 +60,7 @@ class Carried:
         self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
         self._clocks = [clock() for clock in CLOCKS]
         self._began, self._first = dict[str, Reading](), dict[str, Reading]()
+        self._told, self._lines = set[str](), 0
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = self._marks()
@@ -76,7 +78,7 @@ class Carried:
         self.look()
 
     def look(self, *, numbers: bool = False) -> None:
-        """Warn once of what has changed. numbers: of numbers only: within an epoch, others may be emptied at its end."""
+        """Say what has changed, each once. numbers: of numbers only: within an epoch, others may be emptied at its end."""
         with OF_THE_PROGRAM:
             self._look(numbers)
             if numbers:
@@ -99,10 +101,14 @@ class Carried:
             name for name, leaf in now.items()
             if (name in self._began or leaf.owner is not None) and repr(self._first.get(name, leaf).mark) != repr(leaf.mark)
         ]  # fmt: skip
+        for name in [name for name in lost if self._is_filled(name)]:
+            self._first[name] = now[name]
+            lost.remove(name)
         if not (lost := [name for name in lost if self._is_carried(name, now[name])]):
             return
         known = tree_leaves([held for name, held in self._of_run().items() if name in self._code.co_names])
-        known += tree_leaves([one.state_dict() for one in self._saved.values() if not isinstance(one, nn.Module)])
+        others = [one for one in self._saved.values() if not isinstance(one, nn.Module) and not is_generator(one)]
+        known += tree_leaves([one.state_dict() for one in others])
         texts = {repr(one) for one in known if is_plain(one)}
         clocks = [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)]
         marks = {name: now[name].mark for name in lost}
@@ -114,9 +120,18 @@ class Carried:
         generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
         self._warn(lost, self._code, "give it to run.register" if generators else KEEP_IT)
 
+    def _is_filled(self, name: str) -> bool:
+        """Return whether something was empty, as what the first epoch computes once: an attribute of a layer, which was
+        None, or a dictionary of a module or a class."""
+        before, variable = self._first[name], re.split(r"[.\[]", name)[0]
+        if before.mark is None:
+            return isinstance(before.owner, nn.Module)
+        return before.mark == (0,) and variable not in self._code.co_varnames + self._code.co_cellvars
+
     def _warn(self, lost: Sequence[str], code: CodeType, remedy: str = KEEP_IT) -> None:
-        if lost:
-            self.end()
+        if (lost := [name for name in lost if name not in self._told]) and self._lines < MOST_LINES:
+            self._told.update(lost)
+            self._lines += 1
             what = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
             where = "the program" if code.co_name == "<module>" else f"{code.co_name}()"
             message = f"{what} of {where} is carried on from step to step or epoch to epoch, and no checkpoint has it"
@@ -166,6 +181,8 @@ class Carried:
         called = self._called()
         methods, data = [pair for base in kind.__mro__ for pair in vars(base).items()], isinstance(owner, Dataset)
         if data:  # what reading changes has a line of its own
+            functions = [one for one in self._globals.values() if isinstance(one, FunctionType)]
+            called |= {word for one in functions for word in one.__code__.co_names}
             methods = [(method, one) for method, one in methods if method in called]
             codes = [one.__code__ for _, one in methods if isinstance(one, FunctionType)]
             if attribute not in called and not any(attribute in code.co_names for code in codes):
@@ -186,8 +203,10 @@ class Carried:
         elif isinstance(owner, nn.Module | Sampler):
             if self._is_set_anew(type(owner), attribute):
                 return False
-        elif owner is not None and not self._is_kept(owner, attribute):
-            return False
+        elif owner is not None:
+            kind = owner if isinstance(owner, type) else type(owner)
+            if not self._is_kept(owner, attribute) or self._is_set_anew(kind, attribute):
+                return False
         if name.startswith(THE_GLOBAL):
             of = ("_GLOBAL",)
             functions = [one.__code__ for one in self._globals.values() if isinstance(one, FunctionType)]
@@ -206,10 +225,11 @@ class Carried:
         assert self._frame is not None
         held = variables_of(self._frame)
         apart = self._shared | {id(one) for one in self._saved.values()}
-        loaders = [one for one in held.values() if isinstance(one, DataLoader)]
-        apart |= {
-            id(one) for loader in loaders for one in (loader.generator, getattr(loader.sampler, "generator", None))
-        }
+        for loader in [one for one in held.values() if isinstance(one, DataLoader)]:
+            samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+            drawn = [one for sampler in samplers for one in getattr(sampler, "__dict__", {}).values()]
+            # What these draw with is seeded, and a collate_fn has lines of its own.
+            apart |= {id(loader.collate_fn), *(id(one) for one in drawn if is_generator(one))}
         reached, names = Reached(self._is_own, apart, mark_of), dict(held)
         if self._code.co_flags & inspect.CO_OPTIMIZED or self._frame.f_locals is not self._globals:
             names |= {

@@ -18,7 +18,17 @@ from hvdtrain import training
 from tests.single.training.small import Stateful, X, Y, flags_for
 
 # In the programs below.
-USED = (itertools, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, TensorDataset, WeightedRandomSampler)
+USED = (
+    itertools,
+    np,
+    random,
+    SimpleNamespace,
+    Stateful,
+    AveragedModel,
+    DataLoader,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 SOURCE = """
 import time
 bad = 0
@@ -148,6 +158,54 @@ def falling():
         rate *= 0.9
 
 
+class Outer:
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+class Cached(nn.Module):
+    mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(3)
+        return x * self.mask
+
+
+CACHE, HISTORY = {}, {}
+
+
+def cached(key):
+    return CACHE.setdefault(key, [key])
+
+
+def noted(epoch, value):
+    HISTORY[epoch] = value
+
+
+def set_marks(rows, value):
+    rows.marks = value
+
+
+class Draws:
+    def __init__(self):
+        self.random = np.random.RandomState(1)
+
+    def __iter__(self):
+        return iter(self.random.permutation(40).reshape(5, 8).tolist())
+
+    def __len__(self):
+        return 5
+
+
+class Collate:
+    def __init__(self):
+        self.random = random.Random(1)
+
+    def __call__(self, rows):
+        return [torch.stack(part) for part in zip(*rows, strict=True)]
+
+
 class Rows(Dataset):
     def __init__(self):
         self.marks = np.zeros(40)
@@ -211,6 +269,9 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "kind": ("kind = Kind.WARM", "print(kind)", "", "kind = Kind.COLD if epoch else kind"),
     "temperature": ("temperature = np.float32(1)", "", "temperature = temperature * np.float32(0.9)", ""),
     "rows.marks": (ROWS, "", "", "rows.marks[epoch] = 1"),
+    "worst": ("worst = 0.0\nrun.register(mixing=random.Random(1))", "", "", "worst = max(worst, value + epoch)"),
+    "the global HISTORY": ("HISTORY.clear()", "", "noted(len(HISTORY), value)", ""),
+    "loader.dataset.marks": (ROWS + "\ndel rows", "if epoch == 1:\n    set_marks(loader.dataset, np.ones(40))", "", ""),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
@@ -234,6 +295,14 @@ KEPT = {
     "centred": ("centred = Centred()", "", "centred(y)", ""),
     "rows": (ROWS, "rows.set_epoch(epoch)", "", ""),
     "odd": ("odd = Odd()", "", "", ""),
+    "outer": ("outer = Outer(scale=1.0)", "outer.scale = 1 - run.progress", "print(outer.scale)", ""),
+    "cache": ("CACHE.clear()", "", "cached(step.number % 5)", ""),
+    "filled": ("filled = Cached()", "", "filled(x)", ""),
+    "drawn": (
+        "draws, collate = Draws(), Collate()\n"
+        "loader = DataLoader(TensorDataset(X, Y), batch_sampler=draws, collate_fn=collate)\ndata = (loader,)",
+        "", "collate.random.random()", "",
+    ),
     "seeded": (
         "drawn = torch.Generator()", "drawn.manual_seed(epoch)", "torch.rand(1, generator=drawn)", "",
     ),
@@ -262,8 +331,27 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
     trained(tmp_path, nn.Linear(3, 1), *LOST[name])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     what = name.partition("['")[0]
-    assert len(lines) == 1
+    names = [one for line in lines for one in line.removeprefix("warning: ").partition(" of main() ")[0].split(", ")]
+    assert len(names) == len(set(names))
     assert lines[0].startswith(f"warning: {what} of main() is carried on from step to step or epoch to epoch, and no")
+
+
+class Controller:
+    def __init__(self):
+        self.rows, self.cursor = [[k] for k in range(8)], 0
+
+    def take(self):
+        if self.cursor > 6:
+            random.shuffle(self.rows)
+            self.cursor = 0
+        self.cursor += 1
+
+
+def test_each_part_of_an_object_is_said_when_it_changes(tmp_path, capsys):
+    """A cursor was said, and no more: not the order of the list, which changes later."""
+    trained(tmp_path, nn.Linear(3, 1), "controller = Controller()", "", "controller.take()")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.split(" of main()")[0] for line in lines] == ["warning: controller.cursor", "warning: controller.rows"]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -313,6 +401,12 @@ class Warm(nn.Module):
         self.scale = scale
 
 
+class Whole(nn.Sequential):
+    def set_scale(self, epoch):
+        for layer in self:
+            layer.scale = 1 / (1 + epoch)
+
+
 ANEW = [
     ("", "net.scale = 1 - run.progress", "", 0),
     ("", "if epoch > 0:\n    net.scale = 0.5\nelse:\n    net.scale = 0.2", "", 0),
@@ -330,3 +424,11 @@ def test_what_a_program_sets_anew_in_a_model_is_left_alone(before, head, each, t
     trained(tmp_path, Warm(), before, head, each)
     lines = [line for line in capsys.readouterr().out.splitlines() if "of a model has changed" in line]
     assert [line.split()[1] for line in lines] == ["scale"] * told
+
+
+@pytest.mark.parametrize(("when", "told"), [("", 0), ("if epoch == 1: ", 1)])
+def test_what_a_method_of_a_model_sets_anew_in_its_layers_is_left_alone(when, told, tmp_path, capsys):
+    """A rate of dropout that set_epoch(epoch) of the model sets in its layers was said to be lost."""
+    trained(tmp_path, Whole(Warm()), "", f"{when}net.set_scale(epoch)")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of a model has changed" in line]
+    assert [line.split()[1] for line in lines] == ["0.scale"] * told
