@@ -186,6 +186,13 @@ def resumed(text: str) -> str | Path:
     return text if text in ("auto", "never") else url_or_path(text)
 
 
+def path(text: str) -> Path:
+    """Return a path that is not empty, as "$UNSET" is in a shell: that would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty: name a directory, such as . for this one")
+    return Path(text)
+
+
 def url_or_path(text: str) -> str | Path:
     """Return a URL as it is, and anything else as a path. Raises ArgumentTypeError."""
     return url(text) if "://" in text else Path(text)
@@ -271,7 +278,7 @@ def add_run(group: Parser) -> None:
     add("--seed", type=seed, default=1, help="seed of the weights and of the order of the samples (default: 1)")
     add("--deterministic", action="store_true",
         help="on GPUs: the same bits in each run, slower (on CPUs: without it, too)")
-    add("--output-dir", type=Path,
+    add("--output-dir", type=path,
         help="write metrics.jsonl, summary.json and checkpoints to this directory (default: write nothing)")
     add("--log-steps", type=positive_int, default=50,
         help="steps between two train events in metrics.jsonl (default: 50)")

@@ -216,7 +216,8 @@ class ExactLoader:
         """
         own = {"samples": len(self.dataset), "seed": self._seed, "ends": self._ends}
         names = {"epoch", "taken", "ended", "batch_size", "global_batch", "order", *own}
-        if not isinstance(state, Mapping) or names - set(state):
+        counts = ("epoch", "taken")
+        if not isinstance(state, Mapping) or names - set(state) or any(type(state[one]) is not int for one in counts):
             raise ValueError("load_state_dict() got something else than what state_dict() of an exact_loader returned")
         for name, value in own.items():
             if state[name] != value:

@@ -20,6 +20,7 @@ from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 GeneratorStates = dict[str, Any]  # by the name of the generator
 Pair = tuple[GeneratorStates, GeneratorStates]  # at the beginning of the epoch, and after the last step
+SPAWNED = "n_children_spawned"  # numpy counts those that `spawn` has returned beside the state
 GLOBAL = "global "  # prefix; with a space, so that no name in `Run.register` has it
 
 
@@ -38,7 +39,10 @@ def generator_state(generator: Any) -> Any:
     if hasattr(generator, "getstate"):
         version, words, gauss = generator.getstate()
         return [version, torch.tensor(words), gauss]
-    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)
+    bits = generator.bit_generator
+    return bits.state | {SPAWNED: getattr(bits.seed_seq, SPAWNED, 0)}
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -51,7 +55,10 @@ def set_state(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        bits = generator.bit_generator
+        bits.state = {name: value for name, value in state.items() if name != SPAWNED}
+        if (count := state.get(SPAWNED, 0)) and (more := count - bits.seed_seq.n_children_spawned) > 0:
+            bits.seed_seq.spawn(more)
 
 
 class Generators(Provider):

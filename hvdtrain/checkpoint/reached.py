@@ -40,8 +40,9 @@ class GeneratorMark(str):
 
 
 def is_plain(value: object) -> bool:
-    """Return whether `value` is a number, also one of numpy, None or a member of an enumeration."""
-    return type(value) in SIMPLE or is_scalar(value) or isinstance(value, enum.Enum)
+    """Return whether `value` is a number, also one of numpy, a short text, None or a member of an enumeration."""
+    is_text = type(value) is str and len(value) <= MOST_PARTS
+    return type(value) in SIMPLE or is_text or is_scalar(value) or isinstance(value, enum.Enum)
 
 
 def attributes_of(what: object) -> dict[str, Any]:
@@ -121,6 +122,8 @@ class Reached:
             held = dict(func=value.func, args=value.args, keywords=value.keywords)
         elif isinstance(value, GeneratorType):
             held = {} if value.gi_frame is None else value.gi_frame.f_locals
+            # Of a new one, no variable is set.
+            self.leaves[path] = Reading(value.gi_frame and value.gi_frame.f_lasti, owner)
         elif isinstance(value, DataLoader):
             held = dict(
                 dataset=value.dataset, sampler=value.sampler, of_batches=getattr(value.batch_sampler, "sampler", None)

@@ -55,6 +55,7 @@ REMEDIES = {  # by the error with which a checkpoint could not be written
     errno.EDQUOT: "free some space there",
     errno.EBUSY: "give each run an --output-dir of its own",
     errno.ESTALE: "start again with --output-dir where it is now, and do not move it while a run writes there",
+    errno.ELOOP: "name the directory itself in --output-dir",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
 }
 

@@ -98,7 +98,7 @@ def load_tokens(paths: Sequence[Path], kind: str, size: int = 0, tokenizer: Path
     kind: one of vocabularies.KINDS. For pairs: `tokenizer`, a tokenizer.json; or `size`, the number of tokens to learn.
     Raises UserError if a file cannot be read or is not UTF-8 (except for bytes), or if all are empty.
     """
-    name, reason = "text", ", ".join(path.name for path in paths)
+    name, reason = "text", ", ".join(" ".join(path.name.splitlines()) for path in paths)
     if not paths:
         paths, name = standard_library(), "python"
         reason = f"{len(paths)} modules of Python's standard library, because --text was not given"

@@ -220,9 +220,8 @@ class DdpEngine(Engine):
             self._of_objects = dist.new_group(backend="gloo", timeout=COLLECTIVES_TIMEOUT)
         except (RuntimeError, ValueError, OSError) as error:
             first = str(error).splitlines()[0]
-            raise UserError(
-                f"the ranks did not meet: {first}: check MASTER_ADDR, MASTER_PORT and the network"
-            ) from error
+            names = ["GLOO_SOCKET_IFNAME"] * ("Unable to find address for" in first) or ["MASTER_ADDR", "MASTER_PORT"]
+            raise UserError(f"the ranks did not meet: {first}: check {', '.join(names)} and the network") from error
         hosts = self.all_gather_object(socket.gethostname(), "hosts")
         self.local_rank = Counter(hosts[:rank])[hosts[rank]]
         self.local_size = Counter(hosts)[hosts[rank]]

@@ -35,6 +35,7 @@ from hvdtrain.inputs.sameness import (
     split_of,
 )
 from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
+from hvdtrain.launching.exit_codes import of_the_user
 from hvdtrain.loop.state import Initial, TrainState
 
 FILLERS = 8  # batches of which one has a sample that a collate_fn leaves in
@@ -141,9 +142,8 @@ class Loader(Input):
             with own_randomness(self._given.num_workers):
                 fetched = fetched_by(self._batches)
         except Exception as error:
-            if str(error).startswith("Caught ") and compared_in_rank(
-                self._given, self._seed, planned.indices.tolist(), all_of_them=True
-            ):
+            of_worker = str(error).startswith("Caught ") and of_the_user(str(error)) is None
+            if of_worker and compared_in_rank(self._given, self._seed, planned.indices.tolist(), all_of_them=True):
                 lines.warn_once(f"the rank can read the samples that a DataLoader worker could not: {OF_MAIN}")
             raise
         if self._jobs.are_done():

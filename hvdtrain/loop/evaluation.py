@@ -269,7 +269,7 @@ class Evaluation:
         counts |= dict(zip(counted, sums[len(names) : -len(names)], strict=True))
         totals = [counts[name] for name in names]
         if min(totals) <= 0:
-            raise UserError("the test set has no readable samples: see --test-shards, --data-dir", everywhere=True)
+            raise UserError("the test set has no readable samples: give run.evaluating() some", everywhere=True)
         means = {name: value / total for name, value, total in zip(names, sums, totals, strict=False)}
         return means | {"count": totals[0]}
 

@@ -316,8 +316,11 @@ def sorted_parts(
     models = Models(inside, (name for name, part in zip(names, parts, strict=True) if isinstance(part, nn.Module)))
     optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     if len(models) + len(optimizers) != len(parts) or not models or not optimizers:
-        kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        raise UserError(f"run.prepare() got {kinds}: give it models and optimizers (run.register takes schedulers)")
+        kinds = [type(part).__name__ for part in parts]
+        if len(models) + len(optimizers) == len(parts):
+            kinds += ["no model"] * (not models) + ["no optimizer"] * (not optimizers)
+        remedy = "give it models and optimizers (run.register takes schedulers)"
+        raise UserError(f"run.prepare() got {', '.join(kinds)}: {remedy}")
     if any(nn.parameter.is_lazy(one) for model in models for one in (*model.parameters(), *model.buffers())):
         raise UserError("run.prepare(): a layer has no shape yet: call the model once before")
     return given, models, optimizers

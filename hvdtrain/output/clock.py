@@ -129,7 +129,7 @@ class Clock:
     def rates(self) -> dict[str, float]:
         """Return samples per second over all ranks, and this rank's seconds per sample by phase, since the last call."""
         elapsed = time.perf_counter() - self._window_began
-        rates = {"samples_per_second": self._samples / elapsed}
+        rates = {"samples_per_second": self._samples / max(elapsed, 1e-9)}
         for phase in PHASES:
             rates[f"{phase}_seconds"] = self._seconds[phase] / max(self._local_samples, 1)
         self._open_window()

@@ -50,6 +50,7 @@ REFUSED = {
         "--batch-size 0": "argument --batch-size: '0' is not a whole number of at least 1 (--help lists every flag)",
         "--batch-size 1.5": "'1.5' is not a whole number",
         "--seed -1": "'-1' is not a whole number of at least 0",
+        "--output-dir=": "argument --output-dir: the name is empty: name a directory, such as . for this one",
         "--engine smoke": "invalid choice: 'smoke'",
         "--epochs": "expected one argument",
         "--engine serial --compression fp16": "--compression fp16 is not for --engine serial: leave it out, or use",

@@ -337,7 +337,7 @@ def test_a_state_of_something_else(options, size, message):
 
 
 def test_a_state_that_is_none():
-    for wrong in ({}, None, {"epoch": 3}):
+    for wrong in ({}, None, {"epoch": 3}, exact_loader(made()).state_dict() | {"epoch": 0.0}):
         with pytest.raises(ValueError, match="something else than what state_dict"):
             exact_loader(made()).load_state_dict(wrong)
     with pytest.raises(ValueError, match="the state is of seed=0, the loader has 1"):

@@ -49,6 +49,11 @@ def test_several_files_are_one_text_and_their_order_counts(book, tmp_path):
     assert data.sha256 != text.load_tokens([other, book], "characters").sha256
 
 
+def test_a_name_with_a_line_feed_is_told_in_one_line(tmp_path):
+    (book := tmp_path / "a\nb.txt").write_text("The fox. " * 100)
+    assert text.load_tokens([book], "characters").reason.startswith("a b.txt: 900 tokens, ")
+
+
 def test_blocks_may_end_inside_a_character(book, monkeypatch):
     whole = text.load_tokens([book], "characters").train.clone()
     for size in (1, 3, 7):

@@ -87,6 +87,15 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         start_engine("ddp", device="cpu")
 
 
+def test_an_interface_that_is_not_there_is_said_to_be_the_cause(monkeypatch):
+    values = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    values["GLOO_SOCKET_IFNAME"] = "none0"
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"none0: check GLOO_SOCKET_IFNAME and the network$"):
+        start_engine("ddp", device="cpu")
+
+
 def test_a_port_whose_program_never_answers_is_not_waited_for_without_a_limit(monkeypatch):
     """torch has no time limit for the first answer: the rank hung."""
     monkeypatch.setattr(ddp, "MEETING_SECONDS", 0.5)

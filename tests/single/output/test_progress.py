@@ -154,6 +154,12 @@ def test_the_clock_measures_all_ranks():
     }
 
 
+def test_a_program_may_let_its_clock_stand_still(monkeypatch):
+    """As freezegun does: a ZeroDivisionError."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert Clock().rates()["samples_per_second"] == 0
+
+
 def test_a_data_loader_that_reads_another_one_counts_once():
     """As hvdtrain.tuned sees it: the inner one has returned a batch before the outer one does."""
     clock = Clock()

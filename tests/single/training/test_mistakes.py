@@ -80,7 +80,8 @@ MISTAKES = {
     "tensors made elsewhere": (
         dict(before="torch.set_default_device('meta')"), r"^torch.set_default_device\('meta'\) was called: leave it out"),
     "tensors made elsewhere, later": (dict(in_epoch="torch.set_default_device('meta')"), "^torch.set_default_device"),
-    "no optimizer": (dict(prepare="net"), r"run.prepare\(\) got Sequential: give it models and optimizers"),
+    "no optimizer": (dict(prepare="net"), r"run.prepare\(\) got Sequential, no optimizer: give it models and optimizers"),
+    "no model": (dict(prepare="torch.optim.SGD([torch.zeros(1)])"), r"run.prepare\(\) got SGD, no model: give it models and opt"),
     "L-BFGS": (dict(prepare="net, torch.optim.LBFGS(net.parameters())"), "LBFGS computes the loss several times in a step"),
     "a layer without a shape": (
         dict(prepare="nn.Sequential(nn.LazyLinear(1)), torch.optim.SGD(net.parameters(), lr=0.1)"),
@@ -217,7 +218,7 @@ MISTAKES = {
     "a rate of an optimizer without one": (
         dict(before="class Plain(torch.optim.Optimizer):\n    def step(self): pass", prepare="net, Plain(net.parameters(), {})", at_step="step.lr = 1.0"),
         "^step.lr: Plain has no learning rate: leave it out$"),
-    "an evaluation of no samples": (dict(after="with run.evaluating(0): run.record(a=0.0)"), "no readable samples"),
+    "an evaluation of no samples": (dict(after="with run.evaluating(0): run.record(a=0.0)"), r"no readable samples: give run.evaluating\(\) some"),
     "an evaluation of tensors": (dict(after="with run.evaluating(X): pass"), "got a Tensor: give it a number of samples"),
     "other flags": (dict(before="import argparse; flags = argparse.Namespace(epochs=2)"), "takes what training.parser"),
 }  # fmt: skip

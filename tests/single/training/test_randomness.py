@@ -27,6 +27,8 @@ GENERATORS = {
 def drawn(generator) -> float:
     if isinstance(generator, torch.Generator):
         return torch.rand((), generator=generator).item()
+    if isinstance(generator, np.random.Generator):  # numpy counts those that are spawned beside the state
+        return float(generator.random() + generator.spawn(1)[0].random())
     return float(generator.random()) if hasattr(generator, "random") else float(generator.random_sample())
 
 

@@ -284,6 +284,7 @@ REMEDIES = {
     errno.ENOSPC: "free some space there",
     errno.EROFS: "make it writable",
     errno.EIO: "examine its file system",
+    errno.ELOOP: "name the directory itself in --output-dir",
 }
 
 
