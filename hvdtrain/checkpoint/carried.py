@@ -27,6 +27,7 @@ THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN, MOST_LINES = 3, 3  # names in a line
+OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # in the names of files
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
@@ -208,15 +209,20 @@ class Carried:
             if not self._is_kept(owner, attribute) or self._is_set_anew(kind, attribute):
                 return False
         if name.startswith(THE_GLOBAL):
-            of = ("_GLOBAL",)
-            functions = [one.__code__ for one in self._globals.values() if isinstance(one, FunctionType)]
-            in_loop = first_uses(self._code, self._offset, variable, of=of)
-            others = [code for code in functions if variable in code.co_names and code is not self._code]
-            uses = [in_loop, *(first_uses(code, None, variable, of=of) for code in others)]
-            return in_loop != {"STORE"} and any("LOAD" in use for use in uses)
+            if variable in (modules := self._own_modules()):
+                inner = re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[1]
+                return inner in self._called() or self._is_used_in(vars(modules[variable]), inner)
+            in_loop = first_uses(self._code, self._offset, variable, of=("_GLOBAL",))
+            return in_loop != {"STORE"} and ("LOAD" in in_loop or self._is_used_in(self._globals, variable))
         if variable in self._code.co_cellvars:
             return True
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES)
+
+    def _is_used_in(self, module: Mapping[str, Any], variable: str) -> bool:
+        """Return whether a function of a module may use its variable before it sets it."""
+        codes = [one.__code__ for one in module.values() if isinstance(one, FunctionType)]
+        others = [code for code in codes if variable in code.co_names and code is not self._code]
+        return any("LOAD" in first_uses(code, None, variable, of=("_GLOBAL",)) for code in others)
 
     def _marks(self, *, numbers: bool = False) -> dict[str, Reading]:
         """Return what the program's variables reach, by name."""
@@ -231,21 +237,33 @@ class Carried:
             # What these draw with is seeded, and a collate_fn has lines of its own.
             apart |= {id(loader.collate_fn), *(id(one) for one in drawn if is_generator(one))}
         reached, names = Reached(self._is_own, apart, mark_of), dict(held)
+        outer = dict[str, Any]()
         if self._code.co_flags & inspect.CO_OPTIMIZED or self._frame.f_locals is not self._globals:
-            names |= {
-                THE_GLOBAL + name: value
-                for name, value in self._globals.items()
-                if not name.startswith("__") and not isinstance(value, ModuleType)
-            }
+            outer |= self._globals
+        for short, module in self._own_modules().items() if not numbers else ():
+            outer |= {f"{short}.{name}": one for name, one in vars(module).items() if not name.startswith("__")}
+        names |= {THE_GLOBAL + name: one for name, one in outer.items() if not name.startswith("__")}
         for name, value in names.items():
-            if is_plain(value) or not (numbers or (isinstance(value, FunctionType | type) and not self._is_own(value))):
+            followed = not isinstance(value, FunctionType | type) or self._is_own(value)
+            if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):
                 reached.add(name.removeprefix(THE_GLOBAL) if isinstance(value, type) else name, value)
         return reached.leaves
 
+    def _own_modules(self) -> dict[str, ModuleType]:
+        """Return the program's other modules, by the last part of their names."""
+        return {
+            name.rpartition(".")[2]: module
+            for name, module in list(sys.modules.items())
+            if self._is_own_module(module) and name != self._globals.get("__name__")
+        }
+
+    def _is_own_module(self, module: Any) -> bool:
+        """Return whether a module is the program's own: beside it, or below."""
+        file = getattr(module, "__file__", None) or ""
+        known = not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "hvdtrain"
+        return not known and not OF_OTHERS.search(file) and file.startswith(str(Path(self._code.co_filename).parent))
+
     def _is_own(self, what: Any) -> bool:
-        """Return whether a class or function is the program's own: beside it."""
-        module = getattr(what, "__module__", None) or ""
-        if module.partition(".")[0] == "hvdtrain":
-            return False
-        file = getattr(sys.modules.get(module), "__file__", None) or ""
-        return "site-packages" not in file and file.startswith(str(Path(self._code.co_filename).parent))
+        """Return whether a class or function is the program's own."""
+        name = getattr(what, "__module__", None)
+        return name == self._globals.get("__name__") or self._is_own_module(sys.modules.get(name or ""))

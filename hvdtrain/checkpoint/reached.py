@@ -3,26 +3,40 @@ what shows whether they change. Followed are objects of the program's own classe
 """
 
 import argparse
+import array
 import contextlib
+import datetime
 import enum
 import itertools
 import operator
+import sys
 import zlib
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from numbers import Number
 from types import FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
-from hvdtrain.engines.portable import is_array, is_scalar
+from hvdtrain.engines.portable import is_scalar
 
-SIMPLE = (bool, int, float, complex, type(None))
-COLLECTIONS = (list, tuple, dict, set, deque)
+SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)
+BUFFERS = (bytearray, array.array, memoryview)
+COLLECTIONS = (list, tuple, dict, set, frozenset, deque, UserDict, UserList)
+PARTS_OF_DATA = (
+    "dataset",
+    "datasets",
+    "transform",
+    "transforms",
+    "target_transform",
+)  # of torch's and torchvision's own
 MOST_PARTS, MOST_LEAVES, DEEPEST = 1_000, 10_000, 6
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
@@ -40,9 +54,14 @@ class GeneratorMark(str):
 
 
 def is_plain(value: object) -> bool:
-    """Return whether `value` is a number, also one of numpy, a short text, None or a member of an enumeration."""
-    is_text = type(value) is str and len(value) <= MOST_PARTS
-    return type(value) in SIMPLE or is_text or is_scalar(value) or isinstance(value, enum.Enum)
+    """Return whether `value` cannot be changed and holds nothing else: a number, also one of numpy, a text, None."""
+    return isinstance(value, SIMPLE) or is_scalar(value)
+
+
+def has_values(value: object) -> bool:
+    """Return whether `value` is an array of numpy, also one in a file, or another buffer."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, BUFFERS) or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
 def attributes_of(what: object) -> dict[str, Any]:
@@ -54,7 +73,7 @@ def attributes_of(what: object) -> dict[str, Any]:
 
 def parts_of(collection: Any) -> Iterator[tuple[object, Any]]:
     """Yield the first parts of a collection, with their keys or numbers."""
-    pairs = collection.items() if isinstance(collection, dict) else enumerate(collection)
+    pairs = collection.items() if isinstance(collection, dict | UserDict) else enumerate(collection)
     return itertools.islice(iter(pairs), MOST_PARTS)
 
 
@@ -77,7 +96,7 @@ class Reached:
             if value.grad_fn is None:
                 self.leaves[path] = Reading(self._mark_of([value]), owner)
             return
-        inside = is_array(value) or isinstance(value, COLLECTIONS)
+        inside = has_values(value) or isinstance(value, COLLECTIONS)
         if inside:
             self.leaves[path] = Reading(self._mark(value), owner)
         if id(value) in self._seen:
@@ -107,13 +126,20 @@ class Reached:
             if tensors:
                 self.leaves[path] = Reading(self._mark_of(tensors), owner)
             for inner, module in value.named_modules():
-                for name, one in attributes_of(module).items() if self._is_own(type(module)) else ():
-                    self.add(".".join(filter(None, (path, inner, name))), one, module, DEEPEST)
+                own = self._is_own(type(module))
+                for name, one in attributes_of(module).items():
+                    if own or (isinstance(one, Tensor | list) and not name.startswith("_")):  # such as of torchmetrics
+                        self.add(".".join(filter(None, (path, inner, name))), one, module, DEEPEST)
         elif isinstance(value, FunctionType):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 with contextlib.suppress(ValueError):  # it is empty
                     held[name] = cell.cell_contents
-            held |= vars(value)
+            defaults, names = value.__defaults__ or (), value.__code__.co_varnames[: value.__code__.co_argcount]
+            held |= (
+                vars(value)
+                | (value.__kwdefaults__ or {})
+                | dict(zip(reversed(names), reversed(defaults), strict=False))
+            )
         elif isinstance(value, type):
             held = {name: one for name, one in vars(value).items() if not name.startswith("__") and not callable(one)}
         elif isinstance(value, MethodType):
@@ -125,9 +151,8 @@ class Reached:
             # Of a new one, no variable is set.
             self.leaves[path] = Reading(value.gi_frame and value.gi_frame.f_lasti, owner)
         elif isinstance(value, DataLoader):
-            held = dict(
-                dataset=value.dataset, sampler=value.sampler, of_batches=getattr(value.batch_sampler, "sampler", None)
-            )
+            held = dict(dataset=value.dataset, sampler=value.sampler)
+            held["batch_sampler"] = getattr(value.batch_sampler, "sampler", None)
         elif isinstance(value, Sampler):  # which the resumed run begins anew, but for what the program has given it
             held = {name: one for name, one in attributes_of(value).items() if isinstance(one, Tensor)}
         elif isinstance(value, itertools.count):
@@ -136,11 +161,23 @@ class Reached:
             self.leaves[path] = Reading(GeneratorMark(digest_of_values(generator_state(value))), owner)
         elif self._is_followed(value):
             held = attributes_of(value)
+        elif isinstance(value, Dataset):
+            held = {name: one for name, one in attributes_of(value).items() if name in PARTS_OF_DATA}
+        elif (read := getattr(value, "_num_yielded", None)) is not None:  # an iterator of a DataLoader
+            self.leaves[path] = Reading(read, owner)
+        elif self._has_state(value):
+            self.leaves[path] = Reading(self._mark(value.state_dict()), owner)
         elif not hasattr(value, "__len__") and (left := operator.length_hint(value, -1)) >= 0:  # such as iter(a_list)
             self.leaves[path] = Reading(left, owner)
         for name, one in held.items():
             if not isinstance(one, FunctionType | type) or self._is_own(one):
                 yield f".{name}", one
+
+    def _has_state(self, value: Any) -> bool:
+        """Return whether this is an object of a library with a state, such as a metric. Of streams, that is saved."""
+        ours = isinstance(value, torch.optim.Optimizer | LRScheduler | type) or hasattr(value, "__iter__")
+        named = type(value).__module__.partition(".")[0]
+        return not ours and named != "hvdtrain" and callable(getattr(value, "state_dict", None))
 
     def _mark(self, value: Any, depth: int = 0) -> object:
         """Return what shows whether an array or a collection changes: numbers, and the identity of others."""
@@ -148,7 +185,9 @@ class Reached:
             return value
         if id(value) not in self._apart and isinstance(value, Tensor):
             return value.data_ptr(), value._version
-        if is_array(value) and not value.dtype.hasobject:
+        if isinstance(value, BUFFERS):
+            return len(value), zlib.crc32(memoryview(value).cast("B")[:MOST_BYTES])
+        if has_values(value) and not value.dtype.hasobject:
             first = value.flat[: max(1, MOST_BYTES // max(1, value.itemsize))]
             return value.shape, str(value.dtype), zlib.crc32(first.tobytes())
         if isinstance(value, COLLECTIONS) and depth < DEEPEST:

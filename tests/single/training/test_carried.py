@@ -12,29 +12,24 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torchmetrics import MeanMetric
 
 from hvdtrain import training
+from tests.single.training import carrying
 from tests.single.training.small import Stateful, X, Y, flags_for
 
 # In the programs below.
-USED = (
-    itertools,
-    np,
-    random,
-    SimpleNamespace,
-    Stateful,
-    AveragedModel,
-    DataLoader,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+USED = (itertools, np, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, Subset, TensorDataset)
+USED += (WeightedRandomSampler, MeanMetric, carrying)
 SOURCE = """
 import time
 bad = 0
 def worse():
     global bad
     bad += 1
+def remember(value, seen={}):
+    seen[len(seen)] = value
 def main(run, net, optimizer, data):
     model, _ = run.prepare(net, optimizer)
 BEFORE
@@ -270,6 +265,19 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "weighing.before": ("weighing = Weighing()", "", "weighing(y)", "weighing.keep()"),
     "kind": ("kind = Kind.WARM", "print(kind)", "", "kind = Kind.COLD if epoch else kind"),
     "temperature": ("temperature = np.float32(1)", "", "temperature = temperature * np.float32(0.9)", ""),
+    "mode": ("mode = 'warm'", "print(mode)", "", "if value < 9:\n    mode = 'main'"),
+    "the global remember.seen": ("", "", "", "remember(value)"),
+    "the global carrying.COUNT": ("", "", "", "carrying.count()"),
+    "the global carrying.STOP.best": ("", "", "", "carrying.STOP(value)"),
+    "read": ("read = iter(DataLoader(TensorDataset(X)))", "", "", "next(read)"),
+    "bits": ("bits = bytearray(3)", "", "", "bits[epoch] = 1"),
+    "measured.mean_value, measured.weight": ("measured = MeanMetric()", "", "measured.update(value)", ""),
+    "loader.dataset.dataset.order": (
+        "loader = DataLoader(Subset(Rows(), range(40)), 8)\ndata = (loader,)",
+        "loader.dataset.dataset.shuffle()",
+        "",
+        "",
+    ),
     "rows.marks": (ROWS, "", "", "rows.marks[epoch] = 1"),
     "worst": ("worst = 0.0\nrun.register(mixing=random.Random(1))", "", "", "worst = max(worst, value + epoch)"),
     "the global HISTORY": ("HISTORY.clear()", "", "noted(len(HISTORY), value)", ""),
