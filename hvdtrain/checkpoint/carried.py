@@ -214,7 +214,7 @@ class Carried:
                 return inner in self._called() or self._is_used_in(vars(modules[variable]), inner)
             in_loop = first_uses(self._code, self._offset, variable, of=("_GLOBAL",))
             return in_loop != {"STORE"} and ("LOAD" in in_loop or self._is_used_in(self._globals, variable))
-        if variable in self._code.co_cellvars:
+        if variable in self._code.co_cellvars or isinstance(self._globals.get(variable), type):
             return True
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES)
 

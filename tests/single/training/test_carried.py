@@ -146,6 +146,15 @@ def averaging():
     return average
 
 
+class Scaled(torch.autograd.Function):
+    mean = torch.ones(1)
+
+    @staticmethod
+    def forward(ctx, x):
+        Scaled.mean = 0.9 * Scaled.mean + 0.1 * x.abs().mean()
+        return x / Scaled.mean
+
+
 def falling():
     rate = 1.0
     while True:
@@ -236,6 +245,7 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "best": ("best, bad = 9.0, 0", "", "", "if value < best:\n    best, bad = value, 0\nelse:\n    bad += 1"),
     "best, bad": ("best, bad = None, 0", "", "", "bad += 1\nif best is None or value < best:\n    best = value"),
     "mean": ("mean = 0.0", "", "mean = 0.9 * mean + 0.1 * value", ""),
+    "Scaled.mean": ("scaled = Scaled.apply", "", "scaled(x)", ""),
     "phase": ("phase = 'warm'", "print(phase)", "if value < 9:\n    phase = 'main'", ""),
     "levels": ("levels = falling()", "", "next(levels)", ""),
     "stage": ("stage = 1", "scale = stage", "if value < 9:\n    stage = 2", ""),
