@@ -246,7 +246,8 @@ class Carried:
         for name, value in names.items():
             followed = not isinstance(value, FunctionType | type) or self._is_own(value)
             if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):
-                reached.add(name.removeprefix(THE_GLOBAL) if isinstance(value, type) else name, value)
+                with OF_THE_PROGRAM:
+                    reached.add(name.removeprefix(THE_GLOBAL) if isinstance(value, type) else name, value)
         return reached.leaves
 
     def _own_modules(self) -> dict[str, ModuleType]:

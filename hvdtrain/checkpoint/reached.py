@@ -37,7 +37,7 @@ PARTS_OF_DATA = (
     "transforms",
     "target_transform",
 )  # of torch's and torchvision's own
-MOST_PARTS, MOST_LEAVES, DEEPEST = 1_000, 10_000, 6
+MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
@@ -90,7 +90,9 @@ class Reached:
         if is_plain(value):
             self.leaves[path] = Reading(value, owner)
             return
-        if id(value) in self._apart or depth > DEEPEST or len(self.leaves) > MOST_LEAVES:
+        if isinstance(value, torch.optim.Optimizer | LRScheduler):  # prepared, registered, or refused
+            return
+        if id(value) in self._apart or depth > DEEPEST or len(self.leaves) + len(self._seen) > MOST_OBJECTS:
             return
         if isinstance(value, Tensor):
             if value.grad_fn is None:
@@ -175,9 +177,8 @@ class Reached:
 
     def _has_state(self, value: Any) -> bool:
         """Return whether this is an object of a library with a state, such as a metric. Of streams, that is saved."""
-        ours = isinstance(value, torch.optim.Optimizer | LRScheduler | type) or hasattr(value, "__iter__")
         named = type(value).__module__.partition(".")[0]
-        return not ours and named != "hvdtrain" and callable(getattr(value, "state_dict", None))
+        return named != "hvdtrain" and not hasattr(value, "__iter__") and callable(getattr(value, "state_dict", None))
 
     def _mark(self, value: Any, depth: int = 0) -> object:
         """Return what shows whether an array or a collection changes: numbers, and the identity of others."""

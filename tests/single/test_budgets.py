@@ -82,7 +82,7 @@ BUDGETS = {
     # With what attempts found in models and data sets, and bytes of a save of many ranks.
     # And what is said of each part, and what is left alone: test_carried.py.
     # And what the eleventh series of attempts found.
-    "tests/single": 24160,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 24170,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

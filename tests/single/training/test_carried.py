@@ -231,6 +231,11 @@ class Rows(Dataset):
         return X[place], Y[place]
 
 
+class Raising:
+    def __getattr__(self, name):
+        raise RuntimeError("not for others")
+
+
 class Odd:
     @property
     def __dict__(self):
@@ -288,6 +293,7 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
         "",
         "",
     ),
+    "stop.best  ": ("odd = Raising()\nstop = Stop()", "", "", "stop(value)"),  # beside what cannot be read
     "rows.marks": (ROWS, "", "", "rows.marks[epoch] = 1"),
     "worst": ("worst = 0.0\nrun.register(mixing=random.Random(1))", "", "", "worst = max(worst, value + epoch)"),
     "the global HISTORY": ("HISTORY.clear()", "", "noted(len(HISTORY), value)", ""),
@@ -351,7 +357,7 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
     """A resumed run began with its first value: another patience, exit code 0."""
     trained(tmp_path, nn.Linear(3, 1), *LOST[name])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    what = name.partition("['")[0]
+    what = name.partition("['")[0].strip()
     names = [one for line in lines for one in line.removeprefix("warning: ").partition(" of main() ")[0].split(", ")]
     assert len(names) == len(set(names))
     assert lines[0].startswith(f"warning: {what} of main() is carried on from step to step or epoch to epoch, and no")
