@@ -7,6 +7,7 @@ sets it.
 
 import contextlib
 import inspect
+import os
 import re
 import sys
 import time
@@ -20,8 +21,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
-from hvdtrain.checkpoint.reached import GeneratorMark, Reached, Reading, is_plain
-from hvdtrain.checkpoint.uses import ATTRIBUTES, VARIABLES, first_uses, is_computed_with, of_batches, stores, words_from
+from hvdtrain.checkpoint.reached import HOOK, GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.checkpoint.uses import (
+    ATTRIBUTES,
+    VARIABLES,
+    first_uses,
+    is_computed_with,
+    looks_for_keys,
+    of_batches,
+    stores,
+    words_from,
+)
 
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
@@ -102,7 +112,7 @@ class Carried:
             name for name, leaf in now.items()
             if (name in self._began or leaf.owner is not None) and repr(self._first.get(name, leaf).mark) != repr(leaf.mark)
         ]  # fmt: skip
-        for name in [name for name in lost if self._is_filled(name)]:
+        for name in [name for name in lost if self._is_filled(name, now[name])]:
             self._first[name] = now[name]
             lost.remove(name)
         if not (lost := [name for name in lost if self._is_carried(name, now[name])]):
@@ -121,13 +131,23 @@ class Carried:
         generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
         self._warn(lost, self._code, "give it to run.register" if generators else KEEP_IT)
 
-    def _is_filled(self, name: str) -> bool:
+    def _is_filled(self, name: str, now: Reading) -> bool:
         """Return whether something was empty, as what the first epoch computes once: an attribute of a layer, which was
-        None, or a dictionary of a module or a class."""
-        before, variable = self._first[name], re.split(r"[.\[]", name)[0]
+        None, or a dictionary of a module or a class. Such a dictionary may also grow, if only what is not in it is added."""
+        before, variable = self._first[name], re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[0]
         if before.mark is None:
             return isinstance(before.owner, nn.Module)
-        return before.mark == (0,) and variable not in self._code.co_varnames + self._code.co_cellvars
+        if variable in self._code.co_varnames + self._code.co_cellvars or not isinstance(before.mark, tuple):
+            return False
+        kept = isinstance(now.mark, tuple) and now.mark[1 : len(before.mark)] == before.mark[1:]
+        return before.mark == (0,) or (kept and self._is_cache(name.removeprefix(THE_GLOBAL)))
+
+    def _is_cache(self, name: str) -> bool:
+        """Return whether each function that has this name of a module or a class looks first whether a key is there."""
+        last = name.rpartition(".")[2]
+        having = [one.__code__ for _, one in self._functions(object) if isinstance(one, FunctionType)]
+        having = [code for code in having if last in code.co_names and code is not self._code]
+        return bool(having) and all(looks_for_keys(code, last) for code in having)
 
     def _warn(self, lost: Sequence[str], code: CodeType, remedy: str = KEEP_IT) -> None:
         if (lost := [name for name in lost if name not in self._told]) and self._lines < MOST_LINES:
@@ -212,11 +232,12 @@ class Carried:
             if variable in (modules := self._own_modules()):
                 inner = re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[1]
                 return inner in self._called() or self._is_used_in(vars(modules[variable]), inner)
-            in_loop = first_uses(self._code, self._offset, variable, of=("_GLOBAL",))
+            in_loop = first_uses(self._code, self._offset, variable, of=("_GLOBAL",), emptied=owner is None)
             return in_loop != {"STORE"} and ("LOAD" in in_loop or self._is_used_in(self._globals, variable))
-        if variable in self._code.co_cellvars or isinstance(self._globals.get(variable), type):
+        of_class = isinstance(self._globals.get(variable), type)
+        if variable in self._code.co_cellvars or of_class or HOOK in name.split("."):
             return True
-        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES)
+        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=owner is None)
 
     def _is_used_in(self, module: Mapping[str, Any], variable: str) -> bool:
         """Return whether a function of a module may use its variable before it sets it."""
@@ -248,6 +269,8 @@ class Carried:
             if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):
                 with OF_THE_PROGRAM:
                     reached.add(name.removeprefix(THE_GLOBAL) if isinstance(value, type) else name, value)
+        if "environ" in self._called() and not numbers:
+            reached.add(THE_GLOBAL + "os.environ", os.environ)
         return reached.leaves
 
     def _own_modules(self) -> dict[str, ModuleType]:

@@ -7,16 +7,22 @@ import array
 import contextlib
 import datetime
 import enum
+import gc
 import itertools
 import operator
+import os
+import queue
 import sys
+import threading
 import zlib
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from numbers import Number
-from types import FunctionType, GeneratorType, MethodType, SimpleNamespace
+from types import FunctionType, GeneratorType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +35,9 @@ from hvdtrain.engines.portable import is_scalar
 
 SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)
 BUFFERS = (bytearray, array.array, memoryview)
-COLLECTIONS = (list, tuple, dict, set, frozenset, deque, UserDict, UserList)
+MAPPINGS = (dict, UserDict, ChainMap, MappingProxyType, WeakKeyDictionary, WeakValueDictionary, type(os.environ))
+COLLECTIONS = (list, tuple, set, frozenset, deque, UserList, *MAPPINGS)
+PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
 PARTS_OF_DATA = (
     "dataset",
     "datasets",
@@ -40,6 +48,10 @@ PARTS_OF_DATA = (
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
+HOOK = "hook"  # in the path of a function that is hooked in
+HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
 
 
 class Reading(NamedTuple):
@@ -73,8 +85,28 @@ def attributes_of(what: object) -> dict[str, Any]:
 
 def parts_of(collection: Any) -> Iterator[tuple[object, Any]]:
     """Yield the first parts of a collection, with their keys or numbers."""
-    pairs = collection.items() if isinstance(collection, dict | UserDict) else enumerate(collection)
+    pairs = collection.items() if isinstance(collection, MAPPINGS) else enumerate(collection)
     return itertools.islice(iter(pairs), MOST_PARTS)
+
+
+def of_weights_and_hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a program has given to the parameters of a model as attributes, and the functions that it hooked in."""
+    for path, parameter in model.named_parameters():
+        given = {name: one for name, one in vars(parameter).items() if not name.startswith("_")}
+        yield from ((f".{path}.{name}", one) for name, one in given.items())
+    for path, one in itertools.chain(model.named_modules(), model.named_parameters()):
+        hooks = [kept for name in HOOKS if (kept := getattr(one, name, None))]
+        for function in itertools.chain.from_iterable(kept.values() for kept in hooks):
+            yield ".".join(("", *filter(None, (path, HOOK)))), function
+
+
+def read_so_far(iterator: Any, depth: int = 0) -> object:
+    """Return what changes when an iterator of Python is read: how much is left in it, or in what it reads."""
+    left = -1 if isinstance(iterator, tuple) else operator.length_hint(iterator, -1)
+    if left >= 0:
+        return left
+    inside = gc.get_referents(iterator) if depth < DEEPEST else ()
+    return [read_so_far(one, depth + 1) for one in inside if isinstance(one, Iterator | list | tuple)]
 
 
 class Reached:
@@ -108,7 +140,7 @@ class Reached:
             self.add(f"{path}{inner}", one, owner if inside else value, depth + 1)
 
     def _is_followed(self, value: Any) -> bool:
-        return isinstance(value, SimpleNamespace | argparse.Namespace) or self._is_own(type(value))
+        return isinstance(value, PLAIN_HOLDERS) or self._is_own(type(value))
 
     def _followed_in(self, collection: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield the objects of the program in a collection, and in those within it."""
@@ -124,7 +156,8 @@ class Reached:
         if isinstance(value, nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
             if any(id(one) in self._apart or one.grad_fn is not None for one in tensors):
-                return  # a model, or what is around one
+                yield from of_weights_and_hooks(value)  # of a model, or what is around one
+                return
             if tensors:
                 self.leaves[path] = Reading(self._mark_of(tensors), owner)
             for inner, module in value.named_modules():
@@ -159,18 +192,24 @@ class Reached:
             held = {name: one for name, one in attributes_of(value).items() if isinstance(one, Tensor)}
         elif isinstance(value, itertools.count):
             self.leaves[path] = Reading(repr(value), owner)
+        elif isinstance(value, ContextVar):
+            yield "", value.get(None)
+        elif isinstance(value, queue.Queue):
+            yield "", value.queue
         elif is_generator(value):
             self.leaves[path] = Reading(GeneratorMark(digest_of_values(generator_state(value))), owner)
         elif self._is_followed(value):
-            held = attributes_of(value)
+            kinds = [kind for kind in reversed(type(value).__mro__) if self._is_own(kind)]
+            first = {name: one for kind in kinds for name, one in vars(kind).items() if is_plain(one)}
+            held = {name: one for name, one in first.items() if not name.startswith("__")} | attributes_of(value)
         elif isinstance(value, Dataset):
             held = {name: one for name, one in attributes_of(value).items() if name in PARTS_OF_DATA}
         elif (read := getattr(value, "_num_yielded", None)) is not None:  # an iterator of a DataLoader
             self.leaves[path] = Reading(read, owner)
         elif self._has_state(value):
             self.leaves[path] = Reading(self._mark(value.state_dict()), owner)
-        elif not hasattr(value, "__len__") and (left := operator.length_hint(value, -1)) >= 0:  # such as iter(a_list)
-            self.leaves[path] = Reading(left, owner)
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self.leaves[path] = Reading(read_so_far(value), owner)
         for name, one in held.items():
             if not isinstance(one, FunctionType | type) or self._is_own(one):
                 yield f".{name}", one

@@ -8,6 +8,7 @@ from types import CodeType, FunctionType
 
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
+EMPTYING = ("clear", "fill", "fill_", "zero_")  # methods
 
 
 def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
@@ -17,15 +18,25 @@ def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
     return [verb for verb, which in zip(verbs, names, strict=False) if which == name]
 
 
+def is_emptied(following: list[dis.Instruction]) -> bool:
+    """Return whether these instructions, after a value is loaded, set all that is in it: `value.clear()`, `value[:] = 0`."""
+    if following and following[0].argval in EMPTYING:
+        return following[0].opname.startswith("LOAD")
+    whole = [repr(one.argval) for one in following[:2]]
+    if whole[0] in ("Ellipsis", "slice(None, None, None)") and following[1].opname == "STORE_SUBSCR":
+        return True
+    return whole == ["None", "None"] and following[-1].opname in ("STORE_SUBSCR", "STORE_SLICE")
+
+
 @functools.cache
 def first_uses(
     code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
-    stops: tuple[str, ...] = (),
+    stops: tuple[str, ...] = (), emptied: bool = False,
 ) -> set[str]:  # fmt: skip
     """Return what may be the first use of `name`: LOAD, STORE, or END if there may be none. A loop within runs once.
 
     start: the body of the first loop from this offset on is read; None: a whole function. calls: names that count as STORE.
-    stops: those that count as LOAD.
+    stops: those that count as LOAD. emptied: what empties a collection or fills an array counts as STORE, too.
     """
     lines = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
     offsets = [one.offset for one in lines]
@@ -42,6 +53,8 @@ def first_uses(
         uses += ["LOAD"] if inner and name in inner.co_names else []
         if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
             uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []
+        if uses == ["LOAD"] and emptied and is_emptied(lines[place + 1 : place + 5]):
+            uses = ["STORE"]
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")
             continue
@@ -99,3 +112,11 @@ def stores(function: object, attribute: str) -> set[str]:
 @functools.cache
 def attributes_set(code: CodeType) -> set[str]:
     return {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+
+
+@functools.cache
+def looks_for_keys(code: CodeType, name: str) -> bool:
+    """Return whether the first use of a dictionary in this code is `key in NAME` or NAME.setdefault: it is a cache."""
+    lines = list(dis.get_instructions(code))
+    place = next((place for place, one in enumerate(lines) if one.argval == name), len(lines))
+    return any(one.opname == "CONTAINS_OP" or one.argval == "setdefault" for one in lines[place + 1 : place + 2])

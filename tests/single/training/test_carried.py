@@ -3,9 +3,15 @@ What it sets anew, or what a resumed run knows, is left alone."""
 
 import enum
 import itertools
+import os
+import queue
 import random
 import textwrap
+import threading
+from collections import ChainMap
+from contextvars import ContextVar
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -21,7 +27,7 @@ from tests.single.training.small import Stateful, X, Y, flags_for
 
 # In the programs below.
 USED = (itertools, np, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, Subset, TensorDataset)
-USED += (WeightedRandomSampler, MeanMetric, carrying)
+USED += (WeightedRandomSampler, MeanMetric, carrying, os, queue, threading, ChainMap, WeakKeyDictionary)
 SOURCE = """
 import time
 bad = 0
@@ -162,6 +168,13 @@ def falling():
         rate *= 0.9
 
 
+class Hooked:
+    best = 9.0
+
+    def __call__(self, module, inputs, output):
+        self.best = min(self.best * 0.99, output.mean().item())
+
+
 class Outer:
     def __init__(self, **held):
         vars(self).update(held)
@@ -176,7 +189,7 @@ class Cached(nn.Module):
         return x * self.mask
 
 
-CACHE, HISTORY = {}, {}
+CACHE, HISTORY, LAST = {}, {}, ContextVar("last", default=9.0)
 
 
 def cached(key):
@@ -298,6 +311,18 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "worst": ("worst = 0.0\nrun.register(mixing=random.Random(1))", "", "", "worst = max(worst, value + epoch)"),
     "the global HISTORY": ("HISTORY.clear()", "", "noted(len(HISTORY), value)", ""),
     "loader.dataset.marks": (ROWS + "\ndel rows", "if epoch == 1:\n    set_marks(loader.dataset, np.ones(40))", "", ""),
+    "scales": ("scales = ChainMap({}, {'loss': 9.0})", "", "scales['loss'] = min(scales['loss'], value)", ""),
+    "noises": ("noises = itertools.cycle([0.0, 0.1, 0.2])", "", "print(next(noises))", ""),
+    "pairs_read": ("pairs_read = zip(range(99), itertools.count())", "", "print(next(pairs_read))", ""),
+    "local.mean": ("local = threading.local()\nlocal.mean = 9.0", "", "local.mean = min(local.mean, value)", ""),
+    "the global LAST": ("", "", "LAST.set(min(LAST.get(), value))", ""),
+    "the global os.environ": ("", "", "os.environ['LOSS'] = str(value + float(os.environ.get('LOSS', 0)))", ""),
+    "norms": ("norms = WeakKeyDictionary()", "", "norms[net] = norms.get(net, 0.0) + value", ""),
+    "replay": ("replay = queue.Queue()", "", "replay.put(value)", ""),
+    "net.weight.scale": ("net.weight.scale = 1.0", "", "net.weight.scale *= 0.9", ""),
+    "net.weight.hook.held": ("net.weight.register_hook(averaging())", "", "", ""),
+    "hooked.best": ("hooked = Hooked()", "", "hooked(None, None, y)", ""),
+    "net.hook.best": ("net.register_forward_hook(Hooked())", "", "", ""),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
@@ -324,6 +349,12 @@ KEPT = {
     "odd": ("odd = Odd()", "", "", ""),
     "outer": ("outer = Outer(scale=1.0)", "outer.scale = 1 - run.progress", "print(outer.scale)", ""),
     "cache": ("CACHE.clear()", "", "cached(step.number % 5)", ""),
+    "growing": ("CACHE.clear()", "", "cached(step.number)", ""),
+    "matrix": ("matrix = np.zeros(3)", "", "", "matrix.fill(0)\nmatrix[epoch] += value\nprint(matrix.sum())"),
+    "sliced": (
+        "matrix, rows = torch.zeros(3), [1]", "", "",
+        "matrix[:], rows[:] = 0, []\nmatrix[epoch] += value\nrows.append(value)",
+    ),
     "filled": ("filled = Cached()", "", "filled(x)", ""),
     "drawn": (
         "draws, collate = Draws(), Collate()\n"
