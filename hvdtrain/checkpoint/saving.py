@@ -142,6 +142,8 @@ class Checkpoints:
         except OSError as error:
             message = f"{directory} cannot be moved aside ({error.strerror})"
             raise UserError(f"{message}: name another --output-dir") from error
+        if self.resume.continues and self.resume.facts is not None:
+            self._last_good = checkpoint.name_of(self.resume.facts["state"]["step"])
         self._writer = Writer(directory, self._keep, self._written, self.resume.lock, self._patience)
 
     # ---- what is saved, and restored if the run is resumed

@@ -40,6 +40,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, si
 KILL_SECONDS = 5.0  # from SIGCONT to SIGTERM, at most, where cores are busy
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
+_blocked = signal.pthread_sigmask(
+    signal.SIG_BLOCK, ()
+)  # by what has started this process, before the program may do so
 
 
 def remember_ignored() -> None:
@@ -129,6 +132,7 @@ class Watch:
             if announced().launcher == OPEN_MPI_NAME and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
                 heard.add(signal.SIGCONT)
             self.signals.listen(heard)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, heard & _blocked)
             os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in self.peers.channels.items():

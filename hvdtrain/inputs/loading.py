@@ -126,6 +126,9 @@ def as_it_is(batch: Any) -> Any:
 
 class _Batches(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch names its own class
+        if self.num_workers and not os.access(SHARED_MEMORY, os.W_OK):
+            remedy = f"{LARGER.replace('larger', 'writable')}, or use num_workers=0"
+            raise UserError(f"{SHARED_MEMORY}, which DataLoader workers need, cannot be written: {remedy}")
         batches = super().__iter__()
         return while_workers_live(batches) if self.num_workers else batches
 

@@ -81,6 +81,9 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
             "training.start() inside training.start(): end the first block before the next", everywhere=True
         )
     require_default_device()
+    for name in ("output_dir", "data_dir"):  # which a program may set after parsing
+        if isinstance(given := getattr(flags, name, None), str):
+            setattr(flags, name, Path(given))
     remember_ignored()
     directions = metrics_of({"loss": "min"} if metrics is None else metrics)
     tuning = flags.tuning == "auto"

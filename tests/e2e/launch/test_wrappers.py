@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -385,13 +386,15 @@ def test_a_sites_script_prints_its_command(case, tmp_path):
         ("slurm.sbatch", {"how=starter": "how=mpirun", "image=''": "image=/a.sqsh"},
             "slurm.sbatch: error: pyxis starts containers from srun: choose how=starter, forked or pmix"),
         ("job.pbs", {"how=forked": "how=x"}, "job.pbs: error: how=x: choose forked or mpi"),
+        ("job.pbs", {"hosts=(localhost)": "PBS_NODEFILE=/none; hosts=(localhost)"},
+            "job.pbs: error: PBS_NODEFILE=/none names no host: submit this file with qsub"),
         ("job.flux", {}, "job.flux: error: no flux on PATH: submit this file with flux batch"),
     ],
 )  # fmt: skip
 def test_a_sites_script_refuses_in_one_line(name, edits, line, tmp_path):
     text = (ROOT / "launch" / name).read_text()
     for before, after in edits.items():
-        text = text.replace(f"\n{before} ", f"\n{after} ")
+        text = re.sub(rf"\n{re.escape(before)}(?=\s)", lambda _, after=after: f"\n{after}", text)
     (tmp_path / name).write_text(text)
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)} | ({"DRY_RUN": "1"} if edits else {})
     done = subprocess.run(["bash", tmp_path / name], env=env, capture_output=True, text=True, timeout=60)

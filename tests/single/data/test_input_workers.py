@@ -179,6 +179,14 @@ def test_workers_that_cannot_start_say_why(monkeypatch, error, said):
         dataloaders.iterate(SimpleNamespace(device=torch.device("cpu")), given, 1, iter(()))
 
 
+def test_shared_memory_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
+    """It was a traceback of forty lines, from a semaphore."""
+    monkeypatch.setattr(loading, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(loading, "start_workers_early", lambda preload: None)
+    with pytest.raises(UserError, match="none, which DataLoader workers need, cannot be written: make it writable"):
+        iter(loading.loader(TensorDataset(torch.zeros(4)), 1, torch.device("cpu"), None))
+
+
 def test_a_worker_that_imports_the_program_does_not_train(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     monkeypatch.setattr("hvdtrain.engines.choice.refused_in_worker", False)

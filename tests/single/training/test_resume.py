@@ -18,6 +18,7 @@ from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
 from hvdtrain.engines.lock import Lock
+from hvdtrain.guards import watch
 from hvdtrain.guards.activity import Activity
 from hvdtrain.loop.state import Initial
 from tests.e2e.launchers import events, summary
@@ -323,6 +324,40 @@ def signalled(number: signal.Signals, after: int):
                 time.sleep(0.01)
 
     return begin
+
+
+def test_a_resumed_run_that_cannot_save_names_the_checkpoint_that_it_has(tmp_path, monkeypatch, capsys):
+    """It said that there is no earlier one."""
+    alone(tmp_path, "--checkpoint-steps 2 --epochs 1")
+    name = checkpoint.checkpoints_in(tmp_path / "checkpoints")[0].name
+
+    def fail(path, *rest):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fail)
+    with pytest.raises(Failure, match=f"--resume auto then continues from {name}"):
+        alone(tmp_path, "--checkpoint-steps 2 --epochs 2")
+    assert f"the last good one is {name}" in "".join(capsys.readouterr())
+
+
+def test_an_output_directory_may_be_a_text_that_the_program_sets(tmp_path):
+    """It was a TypeError."""
+    flags = flags_for()
+    flags.output_dir = str(tmp_path / "out")
+    with training.start(flags):
+        pass
+    assert (tmp_path / "out").is_dir()
+
+
+def test_a_stop_signal_that_the_launcher_has_blocked_is_heard(finished, tmp_path, monkeypatch):
+    """The mask of signals is inherited: SIGTERM was not delivered, and the run went on to its end."""
+    monkeypatch.setattr(watch, "_blocked", {signal.SIGUSR1})
+    monkeypatch.setattr(Activity, "begin_step", signalled(signal.SIGUSR1, 1))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        assert alone(tmp_path / "out") == 75
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU])
