@@ -39,6 +39,7 @@ CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN, MOST_LINES = 3, 3  # names in a line
 OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # in the names of files
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
+EMPTY = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
 
@@ -72,6 +73,7 @@ class Carried:
         self._clocks = [clock() for clock in CLOCKS]
         self._began, self._first = dict[str, Reading](), dict[str, Reading]()
         self._told, self._lines = set[str](), 0
+        self._resumed, self._at_head = 0, dict[str, Reading]()  # the samples of a resumed epoch, what its steps find
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = self._marks()
@@ -80,13 +82,41 @@ class Carried:
         """Look no longer, and let the frame go."""
         self._frame = None
 
-    def begin_steps(self, frame: FrameType) -> None:
-        """Look whether something has changed since the steps of the first epoch began. frame: of whoever takes them."""
+    def begin_steps(self, frame: FrameType, resumed: int) -> None:
+        """Look whether something has changed since the steps of the first epoch began. frame: of whoever takes them.
+        resumed: the number of samples that this epoch had before the run was resumed."""
         self._loops = [self._loops[0], (frame.f_code, frame.f_lasti)]
         with OF_THE_PROGRAM:
+            self._resumed, self._at_head = resumed, self._marks_of(variables_of(frame)) if resumed else {}
             self._first = self._first or self._marks()
             self._at_steps = variables_of(frame, float)
         self.look()
+
+    def end_steps(self, samples: int) -> None:
+        """Look what an epoch that was resumed has gathered in its steps, of which this run had the rest alone, or none.
+        samples: of the whole epoch."""
+        before, self._at_head = self._at_head, {}
+        with OF_THE_PROGRAM:
+            now = self._marks_of(variables_of(self._of_steps())) if before else {}
+            changed = [
+                name for name, leaf in now.items()
+                if repr(before.get(name, leaf).mark) != repr(leaf.mark)
+                or (samples == self._resumed and repr(leaf.mark) in EMPTY)
+            ]  # fmt: skip
+            if gathered := [name for name in changed if name not in self._told and self._is_gathered(name, now[name])]:
+                what = self._named(gathered, self._loops[-1][0])
+                lacks = f"began anew when this epoch was resumed, without its first {self._resumed} samples"
+                self._say(f"warning: {what} {lacks}: {KEEP_IT}, and empty it in another epoch only")
+
+    def _is_gathered(self, name: str, leaf: Reading) -> bool:
+        """Return whether an epoch begins with a new value, which its steps then use and change."""
+        (epochs, first), (code, start) = self._loops
+        variable, attribute = re.split(r"[.\[]", name)[0], name.rpartition(".")[2]
+        if "LOAD" not in first_uses(code, start, variable, of=VARIABLES) or self._is_time(leaf.mark):
+            return False
+        if first_uses(code, first if code is epochs else None, variable, of=VARIABLES) == {"STORE"}:
+            return True
+        return leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute)
 
     def look(self, *, numbers: bool = False) -> None:
         """Say what has changed, each once. numbers: of numbers only: within an epoch, others may be emptied at its end."""
@@ -99,12 +129,21 @@ class Carried:
         """Look at the numbers that an epoch sets, and its steps then change and compute with: if it is resumed, it begins
         with the first ones again."""
         code, start = self._loops[-1]
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        now = variables_of(frame, float) if frame is not None and self._frame is not None else {}
+        now = variables_of(self._of_steps(), float) if self._frame is not None else {}
         changed = [name for name, value in now.items() if repr(self._at_steps.get(name, value)) != repr(value)]
         self._warn([name for name in changed if is_computed_with(code, start, name)], code)
+
+    def _of_steps(self) -> FrameType:
+        """Return the frame of whoever takes the steps."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not self._loops[-1][0]:
+            frame = frame.f_back
+        assert frame is not None
+        return frame
+
+    def _is_time(self, mark: object) -> bool:
+        times = [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)]
+        return isinstance(mark, float) and any(low <= mark <= high for low, high in times)
 
     def _look(self, numbers: bool) -> None:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
@@ -121,13 +160,8 @@ class Carried:
         others = [one for one in self._saved.values() if not isinstance(one, nn.Module) and not is_generator(one)]
         known += tree_leaves([one.state_dict() for one in others])
         texts = {repr(one) for one in known if is_plain(one)}
-        clocks = [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)]
         marks = {name: now[name].mark for name in lost}
-        lost = [
-            name for name, mark in marks.items()
-            if repr(mark) not in texts
-            and not (isinstance(mark, float) and any(low <= mark <= high for low, high in clocks))
-        ]  # fmt: skip
+        lost = [name for name, mark in marks.items() if repr(mark) not in texts and not self._is_time(mark)]
         generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
         self._warn(lost, self._code, "give it to run.register" if generators else KEEP_IT)
 
@@ -153,10 +187,13 @@ class Carried:
         if (lost := [name for name in lost if name not in self._told]) and self._lines < MOST_LINES:
             self._told.update(lost)
             self._lines += 1
-            what = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-            where = "the program" if code.co_name == "<module>" else f"{code.co_name}()"
-            message = f"{what} of {where} is carried on from step to step or epoch to epoch, and no checkpoint has it"
-            self._say(f"warning: {message}: {remedy}")
+            message = "is carried on from step to step or epoch to epoch, and no checkpoint has it"
+            self._say(f"warning: {self._named(lost, code)} {message}: {remedy}")
+
+    @staticmethod
+    def _named(names: Sequence[str], code: CodeType) -> str:
+        what = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+        return f"{what} of {'the program' if code.co_name == '<module>' else f'{code.co_name}()'}"
 
     def is_set_anew(self, models: Iterable[nn.Module], name: str) -> bool:
         """Return whether the program sets this attribute of layers before it trains, in each forward pass, step or epoch.
@@ -247,23 +284,27 @@ class Carried:
 
     def _marks(self, *, numbers: bool = False) -> dict[str, Reading]:
         """Return what the program's variables reach, by name."""
-        from hvdtrain.checkpoint.objects import mark_of
-
         assert self._frame is not None
-        held = variables_of(self._frame)
-        apart = self._shared | {id(one) for one in self._saved.values()}
-        for loader in [one for one in held.values() if isinstance(one, DataLoader)]:
-            samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-            drawn = [one for sampler in samplers for one in getattr(sampler, "__dict__", {}).values()]
-            # What these draw with is seeded, and a collate_fn has lines of its own.
-            apart |= {id(loader.collate_fn), *(id(one) for one in drawn if is_generator(one))}
-        reached, names = Reached(self._is_own, apart, mark_of), dict(held)
+        names = variables_of(self._frame)
         outer = dict[str, Any]()
         if self._code.co_flags & inspect.CO_OPTIMIZED or self._frame.f_locals is not self._globals:
             outer |= self._globals
         for short, module in self._own_modules().items() if not numbers else ():
             outer |= {f"{short}.{name}": one for name, one in vars(module).items() if not name.startswith("__")}
         names |= {THE_GLOBAL + name: one for name, one in outer.items() if not name.startswith("__")}
+        return self._marks_of(names, numbers=numbers)
+
+    def _marks_of(self, names: Mapping[str, Any], *, numbers: bool = False) -> dict[str, Reading]:
+        """Return what these names reach."""
+        from hvdtrain.checkpoint.objects import mark_of
+
+        apart = self._shared | {id(one) for one in self._saved.values()}
+        for loader in [one for one in names.values() if isinstance(one, DataLoader)]:
+            samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+            drawn = [one for sampler in samplers for one in getattr(sampler, "__dict__", {}).values()]
+            # What these draw with is seeded, and a collate_fn has lines of its own.
+            apart |= {id(loader.collate_fn), *(id(one) for one in drawn if is_generator(one))}
+        reached = Reached(self._is_own, apart, mark_of)
         for name, value in names.items():
             followed = not isinstance(value, FunctionType | type) or self._is_own(value)
             if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):

@@ -224,10 +224,17 @@ class Checkpoints:
             if objects.carried is not None:
                 objects.carried.end()
 
-    def begin_steps(self, frame: FrameType) -> None:
-        """Look whether something has changed that it carries on. frame: of whoever takes the steps of an epoch."""
+    def begin_steps(self, frame: FrameType, resumed: int) -> None:
+        """Look whether something has changed that it carries on. frame: of whoever takes the steps of an epoch, which had
+        this number of samples before it was resumed."""
         if self.objects.carried is not None:
-            self.objects.carried.begin_steps(frame)
+            self.objects.carried.begin_steps(frame, resumed)
+
+    def end_steps(self, samples: int) -> None:
+        """Let the rest of an epoch, of this number of samples, draw what it draws; look what a resumed one has gathered."""
+        self.generators.end_steps()
+        if self.objects.carried is not None:
+            self.objects.carried.end_steps(samples)
 
     def begin_epoch(self) -> None:
         """Note what an epoch begins with."""

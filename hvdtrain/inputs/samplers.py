@@ -87,8 +87,9 @@ class Drawn:
         """Take these as what was drawn for `epoch`. Return a line if the sampler draws others now."""
         others = digest_of_indices(self._draw(epoch)) != digest_of_indices(batches)
         self._drawn, self.samples = {epoch: batches}, sum(map(len, batches))
-        when = f"than when epoch {epoch + 1} began: that one is kept to its end"
-        return f"the {self._kind} draws another order {when}" if others else None
+        when = f"draws another order than when epoch {epoch + 1} began: that one is kept to its end"
+        later = "if set_epoch(epoch) sets what changes it, or run.register saves it"
+        return f"the {self._kind} {when}; later ones are as without a resume {later}" if others else None
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """Return the order of the samples in `epoch`, int64 [n]."""

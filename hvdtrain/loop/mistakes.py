@@ -135,7 +135,7 @@ def backward_explained(error: Exception, step: int) -> UserError | None:
     # Horovod's hook, and that of virtual.py, raise an AssertionError without a text; DDP's reducer says "mark a variable
     # ready only once".
     if (isinstance(error, AssertionError) and not str(error)) or "mark a variable ready only once" in str(error):
-        remedy = "leave loss.backward() out, step.backward(loss) calls it"
+        remedy = "leave loss.backward() out, and call step.backward() once, with the sum of the losses"
         if in_checkpoint(error):
             remedy = "a block that is checkpointed twice needs use_reentrant=False"
         return UserError(f"step {step}: a gradient was computed twice in a micro-batch: {remedy}")

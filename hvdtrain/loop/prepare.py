@@ -130,8 +130,8 @@ class Prepared:
     @staticmethod
     def _about_missing(names: list[str]) -> str:
         return (
-            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), or if this is intended, "
-            "run.prepare(..., find_unused_parameters=True)"
+            f"{names[0]} got no gradient in this step: freeze it (requires_grad_(False)), give step.backward() the sum of "
+            "all losses that use it, or if this is intended, run.prepare(..., find_unused_parameters=True)"
         )
 
 

@@ -215,7 +215,7 @@ class Run(RunTools):
         self.require_head()
         self.prepared().require_same_parameters()
         self.stage = Stage.STEPS
-        self.checkpoints.begin_steps(sys._getframe(1))
+        self.checkpoints.begin_steps(sys._getframe(1), self.state.samples_of_epoch)
         steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())
         reference = weakref.ref(steps)
         return steps
@@ -272,7 +272,7 @@ class Run(RunTools):
                 break
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
-        self.checkpoints.generators.end_steps()
+        self.checkpoints.end_steps(state.samples_of_epoch)
         self.stage = Stage.TAIL
         self.engine.activity.leave_steps()
 

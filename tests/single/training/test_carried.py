@@ -383,6 +383,45 @@ def trained(tmp_path, net, before="", head="", each="", tail="", batch=""):
         program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01), (X, Y))
 
 
+GATHERED = {
+    "total, count": ("", "total, count = 0.0, 0", "total += value\ncount += 1"),
+    "losses": ("", "losses = []", "losses.append(value)"),
+    "summed": ("", "summed = torch.zeros(())", "summed += value"),
+    "meter.total, meter.number": ("", "meter = Meter()", "meter.add(value)"),
+    "kept.total, kept.number": ("kept = Meter()", "kept.reset()", "kept.add(value)"),
+    "more": ("", "more = iter(range(9))", "next(more)"),
+    "": ("stateful = Stateful()\nrun.register(stateful=stateful)", "seen = 0", "last = value\nprint(time.time())"),
+    "  ": ("", "then = time.time()", "print(time.time() - then)\nthen = time.time()"),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_an_epoch_gathers_is_said_when_it_is_resumed_within(name, tmp_path, capsys):
+    """The printed mean of an epoch was that of its last steps."""
+    before, head, each = GATHERED[name]
+    trained(tmp_path, nn.Linear(3, 1), before, head, each + "\nif step.number == 7:\n    run.stop()")
+    capsys.readouterr()
+    trained(tmp_path, nn.Linear(3, 1), before, head, each)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "began anew" in line]
+    start = (
+        f"warning: {name} of main() began anew when this epoch was resumed, without its first 16 samples: keep it in"
+    )
+    assert [line[: len(start)] for line in lines] == [start] * bool(name.strip())
+
+
+def test_what_an_epoch_gathers_is_said_when_only_its_end_is_left(tmp_path, capsys):
+    """A run that was killed in an evaluation ended with ZeroDivisionError at each start."""
+    head, each = "total, count = 0.0, 0", "total += value\ncount += 1"
+    with pytest.raises(KeyError):
+        trained(tmp_path, nn.Linear(3, 1), "", head, each, "epoch == 1 and {}[0]")
+    capsys.readouterr()
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, nn.Linear(3, 1), "", head, each, "total / count")
+    assert (
+        "total, count of main() began anew when this epoch was resumed, without its first 40" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize("name", LOST)
 def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsys):
     """A resumed run began with its first value: another patience, exit code 0."""
