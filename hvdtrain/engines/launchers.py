@@ -94,6 +94,11 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
                 f"{name}={environment[name][:40]!r} is of a launcher that tells no number of processes: start with mpirun "
                 f"or hvdtrain.starter, or set RANK and WORLD_SIZE; for a single process, unset {name}"
             )
+    if "RANK" not in environment and environment.get("WORLD_SIZE", "1").strip() != "1":
+        size = environment["WORLD_SIZE"][:40]
+        raise UserError(
+            f"WORLD_SIZE={size!r} without RANK: set RANK, too, from 0; for a single process, unset WORLD_SIZE"
+        )
     return Announced("none", 0, 1)
 
 

@@ -165,6 +165,15 @@ def test_nonsense_from_a_launcher_is_named():
         announced({"RANK": "x", "WORLD_SIZE": "2"})
 
 
+def test_a_number_of_processes_without_a_rank_is_refused():
+    """Each process trained alone."""
+    with pytest.raises(
+        UserError, match="WORLD_SIZE='2' without RANK: set RANK, too, from 0; for a single process, unset"
+    ):
+        announced({"WORLD_SIZE": "2"})
+    assert announced({"WORLD_SIZE": "1"}).size == 1
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=[launcher.name for launcher in LAUNCHERS])
 def test_a_program_that_a_rank_starts_is_no_rank(launcher):
     mark = {launcher.mark: "1"} if launcher.mark else {}
