@@ -39,7 +39,7 @@ CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN, MOST_LINES = 3, 3  # names in a line
 OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # in the names of files
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
-EMPTY = ("0", "0.0", "(0,)")  # sums, and the marks of collections
+NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
 
@@ -101,7 +101,7 @@ class Carried:
             changed = [
                 name for name, leaf in now.items()
                 if repr(before.get(name, leaf).mark) != repr(leaf.mark)
-                or (samples == self._resumed and repr(leaf.mark) in EMPTY)
+                or (samples == self._resumed and repr(leaf.mark) in NOT_FILLED)
             ]  # fmt: skip
             if gathered := [name for name in changed if name not in self._told and self._is_gathered(name, now[name])]:
                 what = self._named(gathered, self._loops[-1][0])

@@ -35,8 +35,8 @@ from hvdtrain.engines.portable import is_scalar
 
 SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)
 BUFFERS = (bytearray, array.array, memoryview)
-MAPPINGS = (dict, UserDict, ChainMap, MappingProxyType, WeakKeyDictionary, WeakValueDictionary, type(os.environ))
-COLLECTIONS = (list, tuple, set, frozenset, deque, UserList, *MAPPINGS)
+HAVE_KEYS = (dict, UserDict, ChainMap, MappingProxyType, WeakKeyDictionary, WeakValueDictionary, type(os.environ))
+COLLECTIONS = (list, tuple, set, frozenset, deque, UserList, *HAVE_KEYS)
 PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
 PARTS_OF_DATA = (
     "dataset",
@@ -85,7 +85,7 @@ def attributes_of(what: object) -> dict[str, Any]:
 
 def parts_of(collection: Any) -> Iterator[tuple[object, Any]]:
     """Yield the first parts of a collection, with their keys or numbers."""
-    pairs = collection.items() if isinstance(collection, MAPPINGS) else enumerate(collection)
+    pairs = collection.items() if isinstance(collection, HAVE_KEYS) else enumerate(collection)
     return itertools.islice(iter(pairs), MOST_PARTS)
 
 
