@@ -73,6 +73,7 @@ class Carried:
         self._clocks = [clock() for clock in CLOCKS]
         self._began, self._first = dict[str, Reading](), dict[str, Reading]()
         self._told, self._lines = set[str](), 0
+        self._judged = dict[str, bool]()  # by the name of a module: whether it is the program's own
         self._resumed, self._at_head = 0, dict[str, Reading]()  # the samples of a resumed epoch, what its steps find
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
@@ -226,12 +227,8 @@ class Carried:
     def _is_seeded_anew(self, owner: object) -> bool:
         """Return whether the program seeds generators in its loops, or in what it calls there."""
         called = self._called()
-        codes = [
-            one.__code__
-            for name, one in self._functions(type(owner))
-            if name in called and isinstance(one, FunctionType)
-        ]
-        return bool(SEEDS & called.union(*(code.co_names for code in codes)))
+        codes = [getattr(one, "__code__", None) for name, one in self._functions(type(owner)) if name in called]
+        return bool(SEEDS & called.union(*(code.co_names for code in codes if code is not None)))
 
     def _is_kept(self, owner: object, attribute: str) -> bool:
         """Return whether an object keeps this attribute, and no method sets it anew."""
@@ -315,20 +312,31 @@ class Carried:
         return reached.leaves
 
     def _own_modules(self) -> dict[str, ModuleType]:
-        """Return the program's other modules, by the last part of their names."""
-        return {
-            name.rpartition(".")[2]: module
-            for name, module in list(sys.modules.items())
-            if self._is_own_module(module) and name != self._globals.get("__name__")
-        }
+        """Return the program's other modules, from which it has its names, by the last part of theirs."""
+        found, waiting = dict[str, ModuleType](), [self._globals]
+        while waiting:
+            for value in list(waiting.pop().values()):
+                of = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+                if (
+                    isinstance(of, str)
+                    and self._is_own_module(of)
+                    and of not in (*found, self._globals.get("__name__"))
+                ):
+                    found[of] = sys.modules[of]
+                    waiting.append(vars(found[of]))
+        return {name.rpartition(".")[2]: module for name, module in found.items()}
 
-    def _is_own_module(self, module: Any) -> bool:
-        """Return whether a module is the program's own: beside it, or below."""
-        file = getattr(module, "__file__", None) or ""
-        known = not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "hvdtrain"
-        return not known and not OF_OTHERS.search(file) and file.startswith(str(Path(self._code.co_filename).parent))
+    def _is_own_module(self, name: Any) -> bool:
+        """Return whether the module of this name is the program's own: beside it, or below."""
+        if not isinstance(name, str) or name not in sys.modules:
+            return False
+        if name not in self._judged:  # the question is asked of each value, at each epoch
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            known = name.partition(".")[0] == "hvdtrain" or OF_OTHERS.search(file)
+            self._judged[name] = not known and file.startswith(str(Path(self._code.co_filename).parent))
+        return self._judged[name]
 
     def _is_own(self, what: Any) -> bool:
         """Return whether a class or function is the program's own."""
         name = getattr(what, "__module__", None)
-        return name == self._globals.get("__name__") or self._is_own_module(sys.modules.get(name or ""))
+        return name == self._globals.get("__name__") or self._is_own_module(name)
