@@ -22,7 +22,6 @@ import socket
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,7 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     add("--seed", type=cli.seed, default=1, help="of weights and data; with --np also of the order (default: 1)")
     add(
         "--output-dir",
-        type=Path,
+        type=cli.path,
         help="for results and, with --np, logs (default: none; with --np runs/scaling)",
     )
     cli.add_compression(parser)

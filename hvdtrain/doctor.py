@@ -79,7 +79,9 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what training would use")
     parser.add_argument("--data-dir", type=Path, help="where MNIST's files should be")
-    parser.add_argument("--output-dir", type=Path, help="where training would write; checks whether all hosts share it")
+    parser.add_argument(
+        "--output-dir", type=cli.path, help="where training would write; checks whether all hosts share it"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     flags = parser.parse(argv)
     if flags.engine == "serial" and flags.engine_reason and horovod_is_installed():

@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     parser = cli.Parser("hvdtrain.report", __doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="--output-dir of a run")
     default = Path("runs/report")
-    parser.add_argument("--output-dir", type=Path, default=default, help="for the page (default: runs/report)")
+    parser.add_argument("--output-dir", type=cli.path, default=default, help="for the page (default: runs/report)")
     return parser.parse_args(argv)
 
 

@@ -71,13 +71,14 @@ class Carried:
         self._globals = frame.f_globals
         self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
         self._clocks = [clock() for clock in CLOCKS]
-        self._began, self._first = dict[str, Reading](), dict[str, Reading]()
+        # By name: what changes with it, and not whose it is. What the program drops would be kept.
+        self._began, self._first = set[str](), dict[str, object]()
         self._told, self._lines = set[str](), 0
         self._judged = dict[str, bool]()  # by the name of a module: whether it is the program's own
-        self._resumed, self._at_head = 0, dict[str, Reading]()  # the samples of a resumed epoch, what its steps find
+        self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
-            self._began = self._marks()
+            self._began = set(self._marks())
 
     def end(self) -> None:
         """Look no longer, and let the frame go."""
@@ -88,8 +89,10 @@ class Carried:
         resumed: the number of samples that this epoch had before the run was resumed."""
         self._loops = [self._loops[0], (frame.f_code, frame.f_lasti)]
         with OF_THE_PROGRAM:
-            self._resumed, self._at_head = resumed, self._marks_of(variables_of(frame)) if resumed else {}
-            self._first = self._first or self._marks()
+            self._resumed, self._at_head = resumed, {}
+            if resumed:
+                self._at_head = {name: leaf.mark for name, leaf in self._marks_of(variables_of(frame)).items()}
+            self._first = self._first or {name: leaf.mark for name, leaf in self._marks().items()}
             self._at_steps = variables_of(frame, float)
         self.look()
 
@@ -101,7 +104,7 @@ class Carried:
             now = self._marks_of(variables_of(self._of_steps())) if before else {}
             changed = [
                 name for name, leaf in now.items()
-                if repr(before.get(name, leaf).mark) != repr(leaf.mark)
+                if repr(before.get(name, leaf.mark)) != repr(leaf.mark)
                 or (samples == self._resumed and repr(leaf.mark) in NOT_FILLED)
             ]  # fmt: skip
             if gathered := [name for name in changed if name not in self._told and self._is_gathered(name, now[name])]:
@@ -150,10 +153,10 @@ class Carried:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
         lost = [
             name for name, leaf in now.items()
-            if (name in self._began or leaf.owner is not None) and repr(self._first.get(name, leaf).mark) != repr(leaf.mark)
+            if (name in self._began or leaf.owner is not None) and repr(self._first.get(name, leaf.mark)) != repr(leaf.mark)
         ]  # fmt: skip
         for name in [name for name in lost if self._is_filled(name, now[name])]:
-            self._first[name] = now[name]
+            self._first[name] = now[name].mark
             lost.remove(name)
         if not (lost := [name for name in lost if self._is_carried(name, now[name])]):
             return
@@ -170,12 +173,12 @@ class Carried:
         """Return whether something was empty, as what the first epoch computes once: an attribute of a layer, which was
         None, or a dictionary of a module or a class. Such a dictionary may also grow, if only what is not in it is added."""
         before, variable = self._first[name], re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[0]
-        if before.mark is None:
-            return isinstance(before.owner, nn.Module)
-        if variable in self._code.co_varnames + self._code.co_cellvars or not isinstance(before.mark, tuple):
+        if before is None:
+            return isinstance(now.owner, nn.Module)
+        if variable in self._code.co_varnames + self._code.co_cellvars or not isinstance(before, tuple):
             return False
-        kept = isinstance(now.mark, tuple) and now.mark[1 : len(before.mark)] == before.mark[1:]
-        return before.mark == (0,) or (kept and self._is_cache(name.removeprefix(THE_GLOBAL)))
+        kept = isinstance(now.mark, tuple) and now.mark[1 : len(before)] == before[1:]
+        return before == (0,) or (kept and self._is_cache(name.removeprefix(THE_GLOBAL)))
 
     def _is_cache(self, name: str) -> bool:
         """Return whether each function that has this name of a module or a class looks first whether a key is there."""

@@ -42,7 +42,7 @@ def generator_state(generator: Any) -> Any:
     if hasattr(generator, "get_state"):
         return generator.get_state(legacy=False)
     bits = generator.bit_generator
-    return bits.state | {SPAWNED: getattr(bits.seed_seq, SPAWNED, 0)}
+    return bits.state | {SPAWNED: getattr(getattr(bits, "seed_seq", None), SPAWNED, 0)}
 
 
 def set_state(generator: Any, state: Any) -> None:

@@ -38,13 +38,7 @@ BUFFERS = (bytearray, array.array, memoryview)
 HAVE_KEYS = (dict, UserDict, ChainMap, MappingProxyType, WeakKeyDictionary, WeakValueDictionary, type(os.environ))
 COLLECTIONS = (list, tuple, set, frozenset, deque, UserList, *HAVE_KEYS)
 PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
-PARTS_OF_DATA = (
-    "dataset",
-    "datasets",
-    "transform",
-    "transforms",
-    "target_transform",
-)  # of torch's and torchvision's own
+PARTS_OF_DATA = ("dataset", "datasets", "transform", "transforms", "target_transform")  # torch's and torchvision's
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
@@ -120,7 +114,7 @@ class Reached:
     def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
         """Add what this path reaches."""
         if is_plain(value):
-            self.leaves[path] = Reading(value, owner)
+            self.leaves[path] = Reading(self._mark(value), owner)
             return
         if isinstance(value, torch.optim.Optimizer | LRScheduler):  # prepared, registered, or refused
             return
@@ -207,7 +201,7 @@ class Reached:
         elif (read := getattr(value, "_num_yielded", None)) is not None:  # an iterator of a DataLoader
             self.leaves[path] = Reading(read, owner)
         elif self._has_state(value):
-            self.leaves[path] = Reading(self._mark(value.state_dict()), owner)
+            held = attributes_of(value)  # state_dict may be a collective of all ranks
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.leaves[path] = Reading(read_so_far(value), owner)
         for name, one in held.items():
@@ -222,7 +216,8 @@ class Reached:
     def _mark(self, value: Any, depth: int = 0) -> object:
         """Return what shows whether an array or a collection changes: numbers, and the identity of others."""
         if is_plain(value):
-            return value
+            long = isinstance(value, str | bytes) and len(value) > MOST_PARTS
+            return (len(value), hash(value)) if long else value
         if id(value) not in self._apart and isinstance(value, Tensor):
             return value.data_ptr(), value._version
         if isinstance(value, BUFFERS):

@@ -94,7 +94,7 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
                 f"{name}={environment[name][:40]!r} is of a launcher that tells no number of processes: start with mpirun "
                 f"or hvdtrain.starter, or set RANK and WORLD_SIZE; for a single process, unset {name}"
             )
-    if "RANK" not in environment and environment.get("WORLD_SIZE", "1").strip() != "1":
+    if "RANK" not in environment and environment.get("WORLD_SIZE", "").strip() not in ("", "1"):
         size = environment["WORLD_SIZE"][:40]
         raise UserError(
             f"WORLD_SIZE={size!r} without RANK: set RANK, too, from 0; for a single process, unset WORLD_SIZE"

@@ -40,9 +40,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, si
 KILL_SECONDS = 5.0  # from SIGCONT to SIGTERM, at most, where cores are busy
 MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
-_blocked = signal.pthread_sigmask(
-    signal.SIG_BLOCK, ()
-)  # by what has started this process, before the program may do so
+# By what has started this process: read here, before the program may block more.
+_blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def remember_ignored() -> None:

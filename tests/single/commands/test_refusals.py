@@ -128,6 +128,7 @@ REFUSED = {
         "--sample x --resume HERE/other.safetensors": "not a checkpoint of hvdtrain.lm: name one that is",
     },
     "benchmark": {"--model convnet --image-size 32": "takes images of 28 pixels",
+        "--output-dir=": "the name is empty",
         "--engine serial --compression fp16": "--compression fp16 is not for --engine serial",
         "--steps 0": "'0' is not a whole number",
         "--model gpt-small --image-size 32": "--model gpt-small takes no images: leave out --image-size",

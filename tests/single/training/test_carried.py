@@ -8,6 +8,7 @@ import queue
 import random
 import textwrap
 import threading
+import weakref
 from collections import ChainMap
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from tests.single.training.small import Stateful, X, Y, flags_for
 
 # In the programs below.
 USED = (itertools, np, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, Subset, TensorDataset)
-USED += (WeightedRandomSampler, MeanMetric, carrying, os, queue, threading, ChainMap, WeakKeyDictionary)
+USED += (WeightedRandomSampler, MeanMetric, carrying, os, queue, threading, weakref, ChainMap, WeakKeyDictionary)
 SOURCE = """
 import time
 bad = 0
@@ -244,6 +245,18 @@ class Rows(Dataset):
         return X[place], Y[place]
 
 
+class Beside:
+    """As an object of a library, whose state_dict is a collective of all ranks: only one would call it."""
+
+    __module__ = "torch"
+
+    def __init__(self):
+        self.best = 9.0
+
+    def state_dict(self):
+        raise RuntimeError("the other ranks do not call it")
+
+
 class Raising:
     def __getattr__(self, name):
         raise RuntimeError("not for others")
@@ -323,6 +336,8 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "net.weight.hook.held": ("net.weight.register_hook(averaging())", "", "", ""),
     "hooked.best": ("hooked = Hooked()", "", "hooked(None, None, y)", ""),
     "net.hook.best": ("net.register_forward_hook(Hooked())", "", "", ""),
+    "beside.best": ("beside = Beside()", "", "beside.best = min(beside.best, value)", ""),
+    "scaler._growth_tracker": ("scaler = torch.amp.GradScaler('cpu')", "", "scaler._growth_tracker = step.number", ""),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
@@ -368,6 +383,9 @@ KEPT = {
         "drawn = torch.Generator()\ndata = (DataLoader(TensorDataset(X, Y), 8, shuffle=True, generator=drawn),)", "", "", "",
     ),
     "model": ("held = SimpleNamespace(model=model, optimizer=optimizer, weights=list(net.parameters()))", "", "", ""),
+    "freed": (
+        "held = Meter()\ngone = weakref.ref(held)", "held = Meter()", "held.add(value)", "if gone() is not None:\n    1 / 0",
+    ),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
 
