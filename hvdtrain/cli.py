@@ -202,6 +202,8 @@ def url(text: str) -> str:
     """Return `text`, a URL for fsspec, without a slash at its end. Raises ArgumentTypeError."""
     if not is_url(text) or re.match(r"(file|local)://[^/$]", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as s3://bucket/run or file:///directory")
+    if text.startswith("memory:"):
+        raise argparse.ArgumentTypeError(f"{text!r} is in the memory of this process, and ends with it")
     if re.search("://[^/]*:[^/]*@", text):  # it would be in the record
         raise argparse.ArgumentTypeError("a password in the URL: give it in the settings of fsspec, or use a key")
     return text.rstrip("/")

@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.launcher = options.launcher or ("none" if options.np == 1 else "torchrun")
     resuming = options.resume_command or "{out}"
     try:
-        re.compile(options.metric_regex or "")
+        groups = re.compile(options.metric_regex or "()").groups
         options.resume_command = shlex.split(resuming) if options.resume_command else None
     except re.error as error:
         parser.error(f"--metric-regex: {error}")
@@ -79,6 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("{out}" not in " ".join(options.command), f"put {{out}} into the command, {place}: each run needs its own"),
         ("{out}" not in resuming, f"put {{out}} into --resume-command, {place}"),
         (set(options.signals.split(",")) - set(SIGNALS.split(",")), f"{options.signals!r}: some of {SIGNALS}, with commas"),
+        (groups == 0, r"--metric-regex has no group: put what is to be compared into one, such as accuracy: (\S+)"),
         (options.then_np and options.launcher == "none" and not options.resume_command,
          "--launcher none starts what the command says: give --resume-command for --then-np, or a launcher"),
         (not Path(options.junit or ".").resolve().parent.is_dir(), f"--junit {options.junit}: there is no such folder"),

@@ -126,6 +126,7 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
         (["--kills", "0", "--", "train.py", "{out}"], "argument --kills: '0' is not above 0 and below 10,000"),
         (["--signals", "kill", "--", "train.py", "{out}"], "'kill': some of one,all,term, with commas"),
         (["--metric-regex", "(", "--", "train.py", "{out}"], "--metric-regex: missing )"),
+        (["--metric-regex", "loss", "--", "train.py", "{out}"], "--metric-regex has no group"),
         (["--junit", "absent/a.xml", "--", "train.py", "{out}"], "--junit absent/a.xml: there is no such folder"),
         (["--output-dir", ".", "--", "train.py", "{out}"], "has something else in it: choose another --output-dir"),
         (["--", "absent.py", "{out}"], "the program itself ends with 2, without any kill"),

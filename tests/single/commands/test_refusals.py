@@ -84,6 +84,7 @@ REFUSED = {
         f"{OUT} --mirror file://host/run": "is not a URL such as",  # it was a directory of the working directory
         f"{OUT} --mirror file://HERE/out": "is the run's own place: name another",  # which removed the checkpoints
         f"{OUT} --mirror file://HERE/out/checkpoints": "is the run's own place: name another",
+        f"{OUT} --mirror memory://run": "is in the memory of this process",
         f"{OUT} --mirror sftp://me:secret@host/run": "a password in the URL",
         f"{OUT} --mirror s3://bucket/run --evaluate y": "leave it out with --evaluate",
         "--mirror s3://bucket/run": "--mirror needs --output-dir",
