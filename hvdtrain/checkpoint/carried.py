@@ -29,10 +29,12 @@ from hvdtrain.checkpoint.uses import (
     is_computed_with,
     looks_for_keys,
     of_batches,
+    reads,
     stores,
     words_from,
 )
 
+Loops = Sequence[tuple[CodeType, int]]  # code, and the offset from which its loop begins
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
@@ -118,9 +120,11 @@ class Carried:
         variable, attribute = re.split(r"[.\[]", name)[0], name.rpartition(".")[2]
         if "LOAD" not in first_uses(code, start, variable, of=VARIABLES) or self._is_time(leaf.mark):
             return False
+        if leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute, self._loops[-1:]):
+            return False  # in each step: the last value only
         if first_uses(code, first if code is epochs else None, variable, of=VARIABLES) == {"STORE"}:
             return True
-        return leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute)
+        return leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute, self._loops)
 
     def look(self, *, numbers: bool = False) -> None:
         """Say what has changed, each once. numbers: of numbers only: within an epoch, others may be emptied at its end."""
@@ -205,17 +209,20 @@ class Carried:
         path, _, attribute = name.rpartition(".")
         layers = [layer for model in models for at, layer in model.named_modules() if at == path]
         with OF_THE_PROGRAM:
-            return all(self._is_set_anew(type(one), attribute) for one in layers if hasattr(one, attribute))
+            return all(
+                self._is_set_anew(type(one), attribute, self._loops) for one in layers if hasattr(one, attribute)
+            )
         return False
 
-    def _is_set_anew(self, kind: type, attribute: str) -> bool:
+    def _is_set_anew(self, kind: type, attribute: str, loops: Loops) -> bool:
+        """Return whether each forward pass, or each time around one of these loops, sets this attribute before its use."""
         setters = tuple(name for name, one in self._functions(kind) if stores(one, attribute) == {"STORE"})
-        if stores(getattr(kind, "forward", None), attribute) == {"STORE"}:
+        if {"STORE"} in (stores(getattr(kind, name, None), attribute) for name in ("forward", "__call__")):
             return True
         stops = ("steps", "batches", *(code.co_name for code, _ in self._loops[1:]))
         return any(
             first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops) == {"STORE"}
-            for code, start in [*self._loops, *(one for code, _ in self._loops for one in of_batches(code))]
+            for code, start in [*loops, *(one for code, _ in loops for one in of_batches(code))]
         )
 
     def _functions(self, kind: type) -> Iterator[tuple[str, Any]]:
@@ -246,8 +253,16 @@ class Carried:
             if attribute not in called and not any(attribute in code.co_names for code in codes):
                 return False
         uses = {method: used for method, one in methods if (used := stores(one, attribute))}
-        at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute)
+        at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute, self._loops)
         return not uses or bool(at_times) or any("LOAD" in used for used in uses.values())  # else as by set_epoch
+
+    def _is_read(self, kind: type, attribute: str) -> bool:
+        """Return whether the program or a library reads this attribute of a class, or may do so. Of a class of the program,
+        only its own functions do."""
+        bases = [base for base in kind.__mro__ if base is not object]
+        codes = [getattr(one, "__func__", one) for _, one in self._functions(kind)]
+        codes = [self._code, *(one.__code__ for one in codes if isinstance(one, FunctionType))]
+        return not all(map(self._is_own, bases)) or any(reads(code, attribute) for code in codes)
 
     def _is_carried(self, name: str, leaf: Reading) -> bool:
         owner = leaf.owner
@@ -259,11 +274,13 @@ class Carried:
             if first_uses(owner.__code__, None, attribute, of=("_DEREF",)) == {"STORE"}:
                 return False
         elif isinstance(owner, nn.Module | Sampler):
-            if self._is_set_anew(type(owner), attribute):
+            if self._is_set_anew(type(owner), attribute, self._loops):
                 return False
         elif owner is not None:
             kind = owner if isinstance(owner, type) else type(owner)
-            if not self._is_kept(owner, attribute) or self._is_set_anew(kind, attribute):
+            if not self._is_kept(owner, attribute) or self._is_set_anew(kind, attribute, self._loops):
+                return False
+            if not self._is_read(kind, attribute):
                 return False
         if name.startswith(THE_GLOBAL):
             if variable in (modules := self._own_modules()):
@@ -274,7 +291,8 @@ class Carried:
         of_class = isinstance(self._globals.get(variable), type)
         if variable in self._code.co_cellvars or of_class or HOOK in name.split("."):
             return True
-        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=owner is None)
+        emptied = owner is None or not self._is_own(type(owner))
+        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
 
     def _is_used_in(self, module: Mapping[str, Any], variable: str) -> bool:
         """Return whether a function of a module may use its variable before it sets it."""

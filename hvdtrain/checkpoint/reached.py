@@ -219,7 +219,8 @@ class Reached:
             long = isinstance(value, str | bytes) and len(value) > MOST_PARTS
             return (len(value), hash(value)) if long else value
         if id(value) not in self._apart and isinstance(value, Tensor):
-            return value.data_ptr(), value._version
+            # A result of the model is one of this step: no later step can differentiate through it.
+            return (value.data_ptr(), value._version) if value.grad_fn is None else None
         if isinstance(value, BUFFERS):
             return len(value), zlib.crc32(memoryview(value).cast("B")[:MOST_BYTES])
         if has_values(value) and not value.dtype.hasobject:

@@ -8,7 +8,8 @@ from types import CodeType, FunctionType
 
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
-EMPTYING = ("clear", "fill", "fill_", "zero_")  # methods
+EMPTYING = ("clear", "fill", "fill_", "zero_", "reset")  # methods
+OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple", "pickle", "deepcopy", "copy"}  # these read all attributes
 
 
 def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
@@ -120,3 +121,15 @@ def looks_for_keys(code: CodeType, name: str) -> bool:
     lines = list(dis.get_instructions(code))
     place = next((place for place, one in enumerate(lines) if one.argval == name), len(lines))
     return any(one.opname == "CONTAINS_OP" or one.argval == "setdefault" for one in lines[place + 1 : place + 2])
+
+
+@functools.cache
+def reads(code: CodeType, attribute: str) -> bool:
+    """Return whether this code, or a function in it, reads an attribute of this name, or those of any name."""
+    if OF_ALL_NAMES & set(code.co_names) or attribute in code.co_consts:  # such as in getattr
+        return True
+    loads = {"LOAD_ATTR", "LOAD_METHOD"}
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return any(one.opname in loads and one.argval == attribute for one in dis.get_instructions(code)) or any(
+        reads(one, attribute) for one in inner
+    )

@@ -50,6 +50,7 @@ class Engine(Collectives):
     gradients_ready_at: float | None = None
     # Called right before a backward pass, with its loss and the optimizers whose gradients it computes.
     begin_backward: Callable[[Tensor, Sequence[torch.optim.Optimizer]], None] | None = None
+    reduces_after_backward = False  # gradients are reduced while the program goes on, up to `synchronize`
     takes_turns: ClassVar[bool] = False  # a process computes several ranks, one after the other (virtual.py)
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str) -> None:

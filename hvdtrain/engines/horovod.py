@@ -82,6 +82,7 @@ class HorovodEngine(Engine):
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.reduces_after_backward = self.size > 1
         self.description = f"horovod over {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
 
     def _set(self, wanted: Mapping[str, str]) -> None:

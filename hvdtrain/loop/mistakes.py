@@ -45,16 +45,24 @@ REFUSALS = {
 }
 
 
-ENUMERATED = "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number"
+BESIDE_STEPS: dict[type, str] = {
+    enumerate: "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number",
+    zip: "zip(run.steps(...), OTHER) begins OTHER again in an epoch that is resumed: give both data sets to run.steps",
+}
 
 
-def is_enumerated(steps: object) -> bool:
-    """Return whether the program counts what it iterates over by `enumerate`.
+def beside_steps(steps: object) -> str | None:
+    """Return what to say of an iterator around that of the steps, which an epoch that is resumed begins again.
 
-    It has just called that, so only young objects are looked at: all that a program holds take 70 ms.
+    The program has just made it, so only young objects are looked at: all that a program holds take 70 ms.
     """
     young = (one for generation in (0, 1) for one in gc.get_objects(generation))
-    return any(part is steps for one in young if type(one) is enumerate for part in gc.get_referents(one))
+    for one in young:
+        if type(one) in BESIDE_STEPS:
+            held = gc.get_referents(one)  # of zip, a tuple
+            if any(part is steps for part in (*held, *gc.get_referents(*held))):
+                return BESIDE_STEPS[type(one)]
+    return None
 
 
 def refusal(when: str, *, everywhere: bool = False, **values: object) -> UserError:

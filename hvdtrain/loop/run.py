@@ -28,7 +28,7 @@ from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
-from hvdtrain.loop.mistakes import ENUMERATED, is_enumerated, refusal
+from hvdtrain.loop.mistakes import beside_steps, refusal
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
@@ -248,8 +248,9 @@ class Run(RunTools):
 
     def _steps(self, opened: Input, itself: Callable[[], object]) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
-        if self.output_dir is not None and (not state.step or state.samples_of_epoch) and is_enumerated(itself()):
-            self.say(f"warning: {ENUMERATED}")
+        may_resume = self.output_dir is not None and (not state.step or state.samples_of_epoch)
+        if may_resume and (beside := beside_steps(itself())) is not None:
+            self.say(f"warning: {beside}")
         self.checkpoints.resumed_epoch.begin_steps(state)
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)

@@ -307,7 +307,7 @@ class Step:
         if self._passes > 1:
             self._require_gradients(chosen)
         self._differentiate(loss, weight, chosen)
-        if self.micro_batches > 1 and not prepared.engine.takes_turns:
+        if (self.micro_batches > 1 or prepared.engine.reduces_after_backward) and not prepared.engine.takes_turns:
             for one in chosen:
                 if (first := next((p.grad for p in prepared.trained[one] if p.grad is not None), None)) is not None:
                     self._gradients[one] = first, first._version
@@ -316,15 +316,21 @@ class Step:
             self._add("loss", loss.detach(), batch.count if count is None else count)
 
     def _require_gradients(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise UserError if the program has cleared the gradients of the micro-batches before."""
+        """Raise UserError if the program has cleared or changed the gradients of the micro-batches before."""
         for one in chosen:
             if one not in self._gradients:
                 continue
             first, version = self._gradients[one]
             grads = [p.grad for p in self._shared.prepared.trained[one] if p.grad is not None]
-            if not grads or (first._version != version and not any(bool(grad.any()) for grad in grads)):
+            if grads and first._version == version:
+                continue
+            if not any(bool(grad.any()) for grad in grads):
                 remedy = "leave zero_grad() out, they are cleared before each step"
                 raise UserError(f"step {self.number}: the gradients of the micro-batch before were cleared: {remedy}")
+            raise UserError(
+                f"step {self.number}: gradients were changed in the loop over step.batches(), before they are those of the "
+                "global batch: do that after the loop, and clip them with step.update(clip_norm=...)"
+            )
 
     def _begin_backward(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
         """Count a backward pass of these optimizers. Raises UserError if they have gradients that are not applied yet."""
@@ -385,6 +391,7 @@ class Step:
 
     def _reduce(self) -> None:
         """Reduce the gradients over all ranks."""
+        self._require_gradients(list(self.backwards))
         shared, prepared = self._shared, self._shared.prepared
         shared.clock.mark("compute", at=prepared.engine.gradients_ready_at)
         if not self.backwards:

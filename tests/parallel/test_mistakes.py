@@ -1,5 +1,6 @@
 """Mistakes that need several ranks, or an engine: every rank raises the same line, and none waits for another."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -295,6 +296,22 @@ def test_a_model_in_another_one_is_refused_where_its_gradients_would_be_reduced_
         pytest.raises(UserError, match=r"beside a model that holds it, or is in it: give run.prep"),
     ):
         run.prepare(*models, sgd(outer))
+
+
+def test_gradients_that_are_clipped_while_they_are_reduced_are_refused(engine):
+    """With Horovod, ranks clipped what others were reducing: "the weights differ between ranks". ddp reduces before."""
+    waits = contextlib.nullcontext()
+    if engine.name == "horovod" and engine.size > 1:
+        waits = pytest.raises(UserError, match=r"gradients were changed in the loop over step.batches\(\), before they")
+    with waits, a_run(engine, epochs=1) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, sgd(net))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (rows,) in step.batches():
+                    step.backward(model(rows).square().mean())
+                    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+                step.update()
 
 
 @pytest.mark.parametrize("data", [N, "loader"])

@@ -245,6 +245,30 @@ class Rows(Dataset):
         return X[place], Y[place]
 
 
+class Monitor:
+    def __init__(self):
+        self.last_loss = None
+
+    def __call__(self, loss):
+        self.last_loss = [loss]
+
+
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = {}
+
+    def forward(self, loss):
+        self.last = {"loss": loss}
+
+
+OUTPUTS = {}
+
+
+def keep(module, inputs, output):
+    OUTPUTS["last"] = output
+
+
 class Beside:
     """As an object of a library, whose state_dict is a collective of all ranks: only one would call it."""
 
@@ -383,6 +407,9 @@ KEPT = {
         "drawn = torch.Generator()\ndata = (DataLoader(TensorDataset(X, Y), 8, shuffle=True, generator=drawn),)", "", "", "",
     ),
     "model": ("held = SimpleNamespace(model=model, optimizer=optimizer, weights=list(net.parameters()))", "", "", ""),
+    "of results": ("OUTPUTS.clear()\nnet.register_forward_hook(keep)", "", "print(OUTPUTS['last'].shape)", ""),
+    "metric": ("measured = MeanMetric()", "", "", "measured.reset()\nmeasured.update(value)\nprint(measured.compute())"),
+    "unread": ("calls = [Monitor()]", "", "for call in calls:\n    call(value)", ""),
     "freed": (
         "held = Meter()\ngone = weakref.ref(held)", "held = Meter()", "held.add(value)", "if gone() is not None:\n    1 / 0",
     ),
@@ -409,6 +436,12 @@ GATHERED = {
     "kept.total, kept.number": ("kept = Meter()", "kept.reset()", "kept.add(value)"),
     "more": ("", "more = iter(range(9))", "next(more)"),
     "": ("stateful = Stateful()\nrun.register(stateful=stateful)", "seen = 0", "last = value\nprint(time.time())"),
+    " ": ("criterion = Criterion()", "", "criterion(value)\nprint(criterion.last)"),
+    "   ": (
+        "",
+        "calls = [Monitor()]\ncall = Monitor()",
+        "for one in (*calls, call):\n    one(value)\nprint(call.last_loss)",
+    ),
     "  ": ("", "then = time.time()", "print(time.time() - then)\nthen = time.time()"),
 }
 

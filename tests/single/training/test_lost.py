@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import random
 from functools import partial
 
@@ -346,16 +347,26 @@ def test_a_resumed_run_says_that_its_target_was_reached(tmp_path, capsys):
     assert capsys.readouterr().out.count("this run has reached its target, and ends: another target continues it") == 1
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_a_count_that_begins_again_in_a_resumed_epoch_is_said(counts, tmp_path, capsys):
-    """A GAN's generator, updated at every third index, was updated in other steps: other weights, exit code 0."""
+BESIDE = {  # what is around the steps: what is said
+    "(steps)": "",
+    "(step for _, step in enumerate(steps))": "enumerate(run.steps(...)) begins at 0 again",
+    "(step for step, _ in zip(steps, X))": "zip(run.steps(...), OTHER) begins OTHER again",
+    "(step for _, step in zip(itertools.cycle(Y), steps))": "zip(run.steps(...), OTHER) begins OTHER again",
+}
+
+
+@pytest.mark.parametrize("around", BESIDE)
+def test_what_begins_again_beside_the_steps_of_a_resumed_epoch_is_said(around, tmp_path, capsys):
+    """A GAN's generator, updated at every third index, was updated in other steps: other weights, exit code 0. And so were
+    the weights of a program that took its unlabelled samples from a second loader."""
     net = network()
     with training.start(flags_for("--output-dir", str(tmp_path), epochs=1)) as run:
         model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for _ in run.epochs(1):
             steps = run.steps(X, Y)
-            for step in (step for _, step in enumerate(steps)) if counts else steps:
+            for step in eval(around, {"itertools": itertools, "X": X, "Y": Y, "steps": steps}):
                 for x, y in step.batches():
                     step.backward((model(x) - y).square().mean())
                 step.update()
-    assert capsys.readouterr().out.count("warning: enumerate(run.steps(...)) begins at 0 again") == counts
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [BESIDE[around] in line for line in said] == [True] * bool(BESIDE[around])

@@ -128,6 +128,9 @@ MISTAKES = {
     "zero_grad before the update": (dict(update="optimizer.zero_grad(); step.update()"), r"zero_grad\(\) would lose the gradients"),
     "zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="optimizer.zero_grad()"), "leave it out, gradients"),
     "the model's zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="model.zero_grad()"), "were cleared: leave zero_grad"),
+    "clipping in the loop": (
+        dict(before="flags.accumulate = 2", in_batches="nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
+        r"gradients were changed in the loop over step.batches\(\), before they are those of the global batch"),
     "gradients set to 0 in each micro-batch": (
         dict(before="flags.accumulate = 2", before_loss="model.zero_grad(set_to_none=False)"), "were cleared: leave zero_grad"),
     "a norm of 0": (dict(update="step.update(clip_norm=0)"), r"clip_norm=0\): give it a number above 0"),
