@@ -16,12 +16,13 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
-from hvdtrain.checkpoint.reached import HOOK, GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.checkpoint.uses import (
     ATTRIBUTES,
     VARIABLES,
@@ -59,12 +60,13 @@ def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:
 class Carried:
     """The variables of the function that has the loop over `run.epochs`, in this frame.
 
-    saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`.
+    saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`. resumed:
+    whether the weights of `models` were restored.
     """
 
     def __init__(
         self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Iterable[nn.Module],
-        of_run: Callable[[], Mapping[str, Any]],
+        of_run: Callable[[], Mapping[str, Any]], *, resumed: bool,
     ):  # fmt: skip
         self._frame: FrameType | None = frame
         self._code, self._offset, self._say, self._saved, self._of_run = frame.f_code, frame.f_lasti, say, saved, of_run
@@ -81,6 +83,25 @@ class Carried:
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
+            if resumed and (copies := self._copies([one for model in modules for one in model.parameters()])):
+                what = (
+                    f"{self._named(copies, self._code)} has the restored weights, and not those that the run began with"
+                )
+                say(f"warning: {what}: copy them before run.prepare(), or give the copy to run.register")
+
+    def _copies(self, weights: Sequence[Tensor]) -> list[str]:
+        """Return the names of modules, lists and dictionaries of tensors that are copies of weights, and used as such."""
+        assert self._frame is not None
+        copies, saved = list[str](), {id(one) for one in self._saved.values()} | self._shared
+        for name, value in variables_of(self._frame, nn.Module | list | tuple | dict).items():  # type: ignore[arg-type]
+            held = list(value.parameters()) if isinstance(value, nn.Module) else tree_leaves(value)[:MOST_PARTS]
+            tensors = [one for one in held if isinstance(one, Tensor) and one.is_floating_point() and one.numel() > 1]
+            if tensors and not any(id(one) in saved for one in (value, *held)) and all(
+                any(one.shape == weight.shape and torch.equal(one, weight) for weight in weights) for one in tensors
+            ):  # fmt: skip
+                uses = first_uses(self._code, self._offset, name, of=VARIABLES, emptied=True)
+                copies += [name] if "LOAD" in uses or name in self._code.co_cellvars else []
+        return copies
 
     def end(self) -> None:
         """Look no longer, and let the frame go."""

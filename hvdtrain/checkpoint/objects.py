@@ -209,6 +209,7 @@ class Objects:
         self._saved: GroupSettings = []  # of the optimizers in the checkpoint, until training begins
         self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
         self._held: dict[str, dict[str, object]] = {}  # marks of their tensors, until a checkpoint has them
+        self._told_of_optimizers = set[str]()  # names of registered objects
         self._marks = [marks_of(optimizer) for optimizer in prepared.optimizers]
         self._compared = False  # the states of optimizers, between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
@@ -324,6 +325,24 @@ class Objects:
                 remedy = "add it to its state_dict and load_state_dict"
                 self._resume.output.say(f"warning: run.register({name}=...): {message}: {remedy}")
             self._warn_of_tensors(name, what)
+            self._warn_of_optimizers(name, what)
+
+    def _warn_of_optimizers(self, name: str, what: Any) -> None:
+        """Say once that a registered object steps an optimizer that its state has not, as a loss with a critic does."""
+        apart = [*self.prepared.optimizers, *self.registered.values()]
+        modules = what.named_modules() if isinstance(what, nn.Module) else [("", what)]
+        for path, holder in modules if name not in self._told_of_optimizers else ():
+            for attribute, one in getattr(holder, "__dict__", {}).items():
+                if not isinstance(one, torch.optim.Optimizer) or any(one is other for other in apart):
+                    continue
+                state = [part for part in tree_leaves(one.state) if isinstance(part, Tensor)]
+                kept = [part for part in tree_leaves(what.state_dict()) if isinstance(part, Tensor)]
+                if state and not any(part.shape == state[0].shape and torch.equal(part, state[0]) for part in kept):
+                    self._told_of_optimizers.add(name)
+                    full = ".".join(filter(None, (name, path, attribute)))
+                    message = f"the state of its {'.'.join(filter(None, (path, attribute)))} is not in its own state"
+                    remedy = f"register it, too, as {attribute}={full}"
+                    self._resume.output.say(f"warning: run.register({name}=...): {message}: {remedy}")
 
     def _warn_of_tensors(self, name: str, what: Any) -> None:
         """Say once that a registered object keeps what it learns in tensors, and that its state has none, as of a metric of

@@ -216,7 +216,8 @@ class Checkpoints:
         objects = self.objects
         if self.output.output_dir is not None and self.writes:
             saved = self.registered | self.generators.registered
-            objects.carried = Carried(frame, self.output.say, saved, objects.prepared.models, of_run)
+            resumed = self.resume.facts is not None
+            objects.carried = Carried(frame, self.output.say, saved, objects.prepared.models, of_run, resumed=resumed)
         del frame
         try:
             yield

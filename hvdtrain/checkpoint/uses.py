@@ -8,7 +8,7 @@ from types import CodeType, FunctionType
 
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
-EMPTYING = ("clear", "fill", "fill_", "zero_", "reset")  # methods
+EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
 OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple", "pickle", "deepcopy", "copy"}  # these read all attributes
 
 

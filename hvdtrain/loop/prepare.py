@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import io
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -182,8 +182,8 @@ def callable_alone(function: Callable[..., object]) -> bool:
     return True
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parameter]) -> None:
-    """Raise UserError for an optimizer with which ranks cannot train. known: the parameters of the models."""
+def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Mapping[nn.Parameter, str]) -> None:
+    """Raise UserError for an optimizer with which ranks cannot train. known: the parameters of the models, with names."""
     message = ""
     if hasattr(optimizer, "skip_synchronize"):
         message = "a DistributedOptimizer would reduce gradients, too: give it the optimizer inside"
@@ -205,6 +205,10 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Iterable[nn.Parame
     elif not set(parameters_of(optimizer)).issubset(known):
         remedy = "pass that model, too; of a Parameter by itself, a module that has it, such as nn.ParameterList"
         message = f"an optimizer has parameters of a model that was not given: {remedy}"
+        own = set(parameters_of(optimizer))
+        lacking = [name for parameter, name in known.items() if parameter.requires_grad and parameter not in own]
+        if lacking and own.intersection(known):
+            message += f"; if the model was changed since, as {lacking[0]} is in no group, make the optimizer after that"
     if message:
         raise UserError(f"run.prepare(): {message}")
 

@@ -1,6 +1,7 @@
 """What a program carries from step to step, or epoch to epoch, in variables of its own: a line says so.
 What it sets anew, or what a resumed run knows, is left alone."""
 
+import copy
 import enum
 import itertools
 import os
@@ -28,7 +29,7 @@ from tests.single.training.small import Stateful, X, Y, flags_for
 
 # In the programs below.
 USED = (itertools, np, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, Subset, TensorDataset)
-USED += (WeightedRandomSampler, MeanMetric, carrying, os, queue, threading, weakref, ChainMap, WeakKeyDictionary)
+USED += (WeightedRandomSampler, MeanMetric, carrying, copy, os, queue, threading, weakref, ChainMap, WeakKeyDictionary)
 SOURCE = """
 import time
 bad = 0
@@ -458,6 +459,30 @@ def test_what_an_epoch_gathers_is_said_when_it_is_resumed_within(name, tmp_path,
         f"warning: {name} of main() began anew when this epoch was resumed, without its first 16 samples: keep it in"
     )
     assert [line[: len(start)] for line in lines] == [start] * bool(name.strip())
+
+
+COPIES = {  # after run.prepare, at the head of an epoch; whether it is said of a resumed run
+    "a module": ("reference = copy.deepcopy(net)", "print(reference(X).mean())", True),
+    "tensors": (
+        "reference = {n: p.detach().clone() for n, p in net.named_parameters()}",
+        "print(len(reference))",
+        True,
+    ),
+    "registered": ("reference = copy.deepcopy(net)\nrun.register(reference=reference)", "print(reference(X))", False),
+    "set anew": ("reference = copy.deepcopy(net)", "reference.load_state_dict(net.state_dict())", False),
+    "another module": ("reference = nn.Linear(3, 1)", "print(reference(X).mean())", False),
+    "the model": ("reference = [model, net, *net.parameters()]", "print(len(reference))", False),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_copy_of_weights_that_were_restored_is_said(case, tmp_path, capsys):
+    """The reference of a penalty was another one in a resumed run, exit code 0."""
+    before, head, told = COPIES[case]
+    for stop in ("step.number == 7 and run.stop()", ""):
+        assert "has the restored weights" not in capsys.readouterr().out
+        trained(tmp_path, nn.Linear(3, 1), before, head, stop)
+    assert ("warning: reference of main() has the restored weights, and not those" in capsys.readouterr().out) == told
 
 
 def test_what_an_epoch_gathers_is_said_when_only_its_end_is_left(tmp_path, capsys):

@@ -173,6 +173,9 @@ MISTAKES = {
     "a loss that is a number": (dict(backward="step.backward(loss.item())"), "got a float, not a scalar"),
     "a loss without a gradient": (dict(backward="step.backward(loss.detach())"), "without a gradient: compute it from the model"),
     "another model trained": (dict(prepared="model = network()"), "0.weight got no gradient in this step: freeze it"),
+    "a layer that was replaced": (
+        dict(unprepared="o = torch.optim.SGD(net.parameters(), lr=0.1); net[0] = nn.Linear(3, 1)", prepare="net, o"),
+        "if the model was changed since, as 0.weight is in no group, make the optimizer after that"),
     "the optimizer of another model": (dict(prepare="net, torch.optim.SGD(network().parameters(), lr=0.1)"), "a model that was not given"),
     "a parameter added later": (
         dict(prepare="net, torch.optim.SGD(net[0].parameters(), lr=0.1)", prepared='optimizer.add_param_group({"params": net[3].parameters()})'),

@@ -374,6 +374,49 @@ def test_a_number_of_a_registered_object_that_no_resume_would_bring_back_is_said
         assert all(rest.startswith(lost[name]) for name, rest in told)
 
 
+class Critic(nn.Module):
+    """A part of a loss that trains itself. keeps: whether its state has its optimizer's."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.layer, self.keeps = nn.Linear(1, 1), keeps
+        nn.init.ones_(self.layer.weight)
+        self.optimizer = torch.optim.Adam(self.layer.parameters())
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.layer(torch.ones(1)).square().sum().backward()
+        self.optimizer.step()
+
+    def get_extra_state(self):
+        return self.optimizer.state_dict() if self.keeps else None
+
+    def set_extra_state(self, state):
+        if self.keeps:
+            self.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("keeps", "more", "told"), [(False, False, True), (False, True, False), (True, False, False)])
+def test_an_optimizer_of_a_registered_object_is_said_once_or_goes_on(keeps, more, told, tmp_path, capsys):
+    def registered(t):
+        t.critic = Critic(keeps)
+        return dict(critic=t.critic) | (dict(optimizer=t.critic.optimizer) if more else {})
+
+    ends = []
+    for kill in (7, None, None):
+        with contextlib.suppress(Killed):
+            folder = tmp_path / str(len(ends))  # at last, a run that was not killed
+            t = Trained(
+                "--checkpoint-steps", "1", out=folder, registered=registered, each=lambda t: t.critic.step(), kill=kill
+            )
+            ends.append(t.critic.layer.weight.item())
+    said = (
+        "warning: run.register(critic=...): the state of its optimizer is not in its own state: register it, too, as "
+    )
+    assert capsys.readouterr().out.count(f"{said}optimizer=critic.optimizer") == 3 * told
+    assert (ends[0] == ends[1]) != told
+
+
 @pytest.mark.parametrize(
     "value",
     [float("nan"), {"a", "b", "c"}, {"x": float("nan")}, print, object()],
