@@ -212,17 +212,21 @@ def drifted(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 # ---- what a data set of files has in other order when the program starts again
 
 MOST_ROWS = 1_000  # of a list, evenly spaced
+MOST_KEYS = 100_000  # of a dictionary, which is sorted
 
 
 def rows_of_dataset(dataset: object) -> dict[str, str]:
-    """Return a hash of each list of numbers or names that a data set holds, by where it is; of torch's TensorDataset, of its
-    tensors. Of paths, the last part: a copy of the data may be elsewhere."""
+    """Return a hash of each list of numbers or names that a data set holds, and of each dictionary of them, such as the
+    numbers of classes, by where it is; of torch's TensorDataset, of its tensors. Of paths, the last part: a copy of the data
+    may be elsewhere."""
     held, known, parts = dict[str, str](), set[int](), [("", dataset)]
     while parts and len(known) < MOST_PARTS:
         where, part = parts.pop(0)
         known.add(id(part))
         for name, value in list(getattr(part, "__dict__", {}).items()):
             place, rows = f"{where}{name}", value if isinstance(value, (list, tuple)) else [value]
+            if isinstance(value, dict) and len(value) <= MOST_KEYS:
+                rows = sorted(value.items(), key=repr)
             if len(rows) > MOST_ROWS:
                 rows = [rows[at * len(rows) // MOST_ROWS] for at in range(MOST_ROWS)]
             parts += [
@@ -230,7 +234,7 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
             ]
             if isinstance(part, TensorDataset):
                 text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
-            elif isinstance(value, (list, tuple)) and rows and all(map(is_name, rows)):
+            elif isinstance(value, (list, tuple, dict)) and rows and all(map(is_name, rows)):
                 text = json.dumps([len(value), names_of_rows(rows)])
             else:
                 continue

@@ -36,6 +36,7 @@ class Drawn:
         self._kind = type(sampler).__name__
         self._drawn: dict[int, list[Tensor]] = {}
         self._engine = engine
+        self._counts = dict[tuple[int, str], tuple[int, int]]()  # by sampler and name: at first, and what a draw adds
         # Else ranks would wait for one whose sampler alone is refused.
         with engine.raising_together("sampler") if engine else contextlib.nullcontext():
             first = self._checked()
@@ -53,13 +54,23 @@ class Drawn:
                 raise UserError(
                     f"the WeightedRandomSampler has {len(part.weights)} weights for {self._count} samples: {remedy}"
                 )
-        first, again = self._draw(0), self._draw(0)
+        before = self._numbers()
+        first = self._draw(0)
+        now = self._numbers()
+        self._counts = {at: (held, now[at] - held) for at, held in before.items() if now.get(at, held) != held}
+        again = self._draw(0)
         if len(first) != len(again) or not all(map(torch.equal, first, again)):
             raise UserError(
                 f"the DataLoader's {self._kind} draws another order each time, also with the same seed of torch, Python and "
                 "numpy: draw with these or a generator that set_epoch(epoch) seeds, and keep nothing for the next draw"
             )
         return first
+
+    def _numbers(self) -> dict[tuple[int, str], int]:
+        """Return the whole numbers that the samplers hold, such as a count of their own draws."""
+        parts = enumerate(nested_samplers(self._sampler))
+        held = (((at, name), value) for at, part in parts for name, value in getattr(part, "__dict__", {}).items())
+        return {place: value for place, value in held if type(value) is int}
 
     def digest(self, epoch: int) -> int:
         """Return a hash of what is drawn in `epoch`. Raises UserError."""
@@ -100,6 +111,9 @@ class Drawn:
         with kept():
             seed_generators(seed)
             for number, part in enumerate(nested_samplers(self._sampler)):
+                for (at, name), (first, added) in self._counts.items():
+                    if at == number:  # a count of its own: as in the epoch of a loop that draws once in each
+                        setattr(part, name, first + epoch * added)
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
                 for value in list(getattr(part, "__dict__", {}).values()):

@@ -208,7 +208,9 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, known: Mapping[nn.Paramet
         own = set(parameters_of(optimizer))
         lacking = [name for parameter, name in known.items() if parameter.requires_grad and parameter not in own]
         if lacking and own.intersection(known):
-            message += f"; if the model was changed since, as {lacking[0]} is in no group, make the optimizer after that"
+            message += (
+                f"; if the model was changed since, as {lacking[0]} is in no group, make the optimizer after that"
+            )
     if message:
         raise UserError(f"run.prepare(): {message}")
 

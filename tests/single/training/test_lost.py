@@ -232,7 +232,15 @@ class Files(Dataset):
         return X[self.names[index][1]], Y[self.names[index][1]]
 
 
+class Named(Files):
+    """With the numbers of classes by their names."""
+
+    def __init__(self, names):
+        self.names, self.numbers = sorted(names), {name: number for number, (name, _) in enumerate(names)}
+
+
 OTHERWISE = [
+    (lambda order, at: Named([(f"{k}.png", k) for k in order]), "numbers"),
     (lambda order, at: Files([(f"{at}/{k}.png", k) for k in order]), "names"),
     (lambda order, at: ConcatDataset([Files([(f"{at}/{k}.png", k) for k in order])]), "datasets.names"),
     (lambda order, at: TensorDataset(X[order], Y[order]), "tensors"),

@@ -113,6 +113,27 @@ def test_an_epoch_is_drawn_alike_in_another_process_and_unlike_the_one_before(ki
     assert epochs[0][0] != epochs[0][1] != epochs[0][2]
 
 
+class Counting(Own):
+    """Counts its own draws, and has no set_epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        order = [(i * (7 if self.epoch > 1 else 1) + self.epoch) % N for i in range(N)]
+        self.epoch += 1
+        return iter(order)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sampler_that_counts_its_own_draws_draws_as_in_a_plain_loop(in_batches):
+    """The draws of our checks counted: batches that were to be sorted in three epochs were shuffled in the second."""
+    made, plain = (BatchSampler(Counting(), 4, drop_last=False) if in_batches else Counting() for _ in range(2))
+    drawn = Drawn(serial(), made, 1, N, in_batches=in_batches)
+    orders = [list(itertools.chain(*plain)) if in_batches else list(plain) for _ in range(4)]
+    assert [drawn.order(1, epoch).tolist() for epoch in (3, 1, 2, 0)] == [orders[epoch] for epoch in (3, 1, 2, 0)]
+
+
 def test_a_list_is_a_batch_sampler_too():
     loader = DataLoader(DATA, batch_sampler=[[3, 1], [2], [0, 5, 4]])
     assert train(loader) == {epoch: [3, 1, 2, 0, 5, 4] for epoch in range(3)}
