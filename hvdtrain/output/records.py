@@ -99,13 +99,20 @@ class Events:
             self._missing += 1
 
     def _reopen_if_removed(self) -> None:
-        """Begin the file anew where it was removed: else, all that follows would be lost without a word. Raises OSError."""
+        """Begin the file anew where it was removed: else, all that follows would be lost without a word. Raises OSError,
+        also if another run has begun one there since."""
         assert self._file is not None
         if os.fstat(self._file.fileno()).st_nlink:
             return
-        removed, self._file = self._file, files.open_to_append(self._path)
+        removed, there = self._file, files.open_to_append(self._path)
+        first, now = (os.pread(one.fileno(), files.SMALL, 0).partition(b"\n")[0] for one in (removed, there))
+        if now not in (b"", first):  # an editor leaves the first line as it was
+            there.close()
+            raise OSError(errno.EBUSY, "another run writes there now")
+        self._file = there
         removed.close()
-        lines.warn(f"{self._path} was removed while this run writes it: it begins anew, without what was in it")
+        if not now:
+            lines.warn(f"{self._path} was removed while this run writes it: it begins anew, without what was in it")
 
     def close_events(self) -> None:
         """Close the file. Idempotent."""

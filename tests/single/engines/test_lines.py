@@ -119,9 +119,21 @@ def test_an_error_of_what_is_called_is_nobodys():
     assert within(20.0, lambda: {}[0])
 
 
-def test_without_another_thread_nothing_is_said_and_nothing_raised(monkeypatch):
+def test_without_another_thread_a_line_is_said_where_it_is_taken(monkeypatch, capfd):
+    """A user who may have no more threads was told nothing, with exit code 2."""
+
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", refuse)
-    assert not say_within("error\n")
+    assert say_within("error\n")
+    assert capfd.readouterr().err == "error\n"
+    reader, writer = full_pipe()
+    saved = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        assert not say_within("error\n", 0.2)
+    finally:
+        os.dup2(saved, 2)
+        for one in (reader, writer, saved):
+            os.close(one)

@@ -49,6 +49,25 @@ def test_a_record_that_is_removed_begins_anew_with_a_line(engine, tmp_path, capf
     assert written == ["after", "later"]
 
 
+def test_a_record_of_another_run_is_left_alone(engine, tmp_path, capfd):
+    """The directory was removed, and the run started again beside this one: their records were interleaved."""
+    record = tmp_path / "metrics.jsonl"
+    with RunOutput(engine, tmp_path, progress=False) as output:
+        output.open(continued=False)
+        output.event("before")
+        written = record.read_text()
+        record.unlink()
+        record.write_text(written)  # as an editor does
+        output.event("edited")
+        assert len(record.read_text().splitlines()) == 2
+        record.unlink()
+        record.write_text("the first line of another run\n")
+        output.event("after")
+        output.event("later")
+    assert capfd.readouterr().err.count("metrics.jsonl cannot be written for now (another run writes there now)") == 1
+    assert record.read_text() == "the first line of another run\n"
+
+
 def refuse(word):
     raise ValueError(f"{word} is not JSON")
 
