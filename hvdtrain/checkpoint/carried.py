@@ -335,15 +335,13 @@ class Carried:
 
     def _marks_of(self, names: Mapping[str, Any], *, numbers: bool = False) -> dict[str, Reading]:
         """Return what these names reach."""
-        from hvdtrain.checkpoint.objects import mark_of
-
         apart = self._shared | {id(one) for one in self._saved.values()}
         for loader in [one for one in names.values() if isinstance(one, DataLoader)]:
             samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
             drawn = [one for sampler in samplers for one in getattr(sampler, "__dict__", {}).values()]
             # What these draw with is seeded, and a collate_fn has lines of its own.
             apart |= {id(loader.collate_fn), *(id(one) for one in drawn if is_generator(one))}
-        reached = Reached(self._is_own, apart, mark_of)
+        reached = Reached(self._is_own, apart)
         for name, value in names.items():
             followed = not isinstance(value, FunctionType | type) or self._is_own(value)
             if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):

@@ -16,7 +16,7 @@ import sys
 import threading
 import zlib
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from numbers import Number
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
-from hvdtrain.engines.portable import is_scalar
+from hvdtrain.engines.portable import bytes_of, has_memory, is_scalar
 
 SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)
 BUFFERS = (bytearray, array.array, memoryview)
@@ -46,6 +46,16 @@ HOOK = "hook"  # in the path of a function that is hooked in
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
 )  # fmt: skip
+
+
+MOST_COMPARED = 2**16  # values
+
+
+def mark_of(tensors: Sequence[Tensor]) -> object:
+    """Return what changes with tensors: few values themselves; of many, where they are, and how often they were written."""
+    if all(map(has_memory, tensors)) and sum(one.numel() for one in tensors) <= MOST_COMPARED:
+        return [(one.dtype, one.shape, bytes_of(one).numpy().tobytes()) for one in tensors]
+    return [(one.data_ptr(), one._version) for one in tensors]
 
 
 class Reading(NamedTuple):
@@ -105,11 +115,11 @@ def read_so_far(iterator: Any, depth: int = 0) -> object:
 
 class Reached:
     """Collects what names reach. is_own: whether a class or function is the program's. apart: the identities of what is
-    saved, and of weights. mark_of: returns what changes with tensors."""
+    saved, and of weights."""
 
-    def __init__(self, is_own: Callable[[Any], bool], apart: set[int], mark_of: Callable[[list[Tensor]], object]):
+    def __init__(self, is_own: Callable[[Any], bool], apart: set[int]):
         self.leaves = dict[str, Reading]()
-        self._is_own, self._apart, self._mark_of, self._seen = is_own, apart, mark_of, set[int]()
+        self._is_own, self._apart, self._seen = is_own, apart, set[int]()
 
     def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
         """Add what this path reaches."""
@@ -122,7 +132,7 @@ class Reached:
             return
         if isinstance(value, Tensor):
             if value.grad_fn is None:
-                self.leaves[path] = Reading(self._mark_of([value]), owner)
+                self.leaves[path] = Reading(mark_of([value]), owner)
             return
         inside = has_values(value) or isinstance(value, COLLECTIONS)
         if inside:
@@ -153,7 +163,7 @@ class Reached:
                 yield from of_weights_and_hooks(value)  # of a model, or what is around one
                 return
             if tensors:
-                self.leaves[path] = Reading(self._mark_of(tensors), owner)
+                self.leaves[path] = Reading(mark_of(tensors), owner)
             for inner, module in value.named_modules():
                 own = self._is_own(type(module))
                 for name, one in attributes_of(module).items():

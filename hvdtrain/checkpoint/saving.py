@@ -213,29 +213,28 @@ class Checkpoints:
 
         frame: of the function, which has the loop over `run.epochs`; it is let go at the end.
         """
-        objects = self.objects
+        lacking, models = self.objects.lacking, self.objects.prepared.models
         if self.output.output_dir is not None and self.writes:
-            saved = self.registered | self.generators.registered
-            resumed = self.resume.facts is not None
-            objects.carried = Carried(frame, self.output.say, saved, objects.prepared.models, of_run, resumed=resumed)
+            saved, resumed = self.registered | self.generators.registered, self.resume.facts is not None
+            lacking.carried = Carried(frame, self.output.say, saved, models, of_run, resumed=resumed)
         del frame
         try:
             yield
         finally:
-            if objects.carried is not None:
-                objects.carried.end()
+            if lacking.carried is not None:
+                lacking.carried.end()
 
     def begin_steps(self, frame: FrameType, resumed: int) -> None:
         """Look whether something has changed that it carries on. frame: of whoever takes the steps of an epoch, which had
         this number of samples before it was resumed."""
-        if self.objects.carried is not None:
-            self.objects.carried.begin_steps(frame, resumed)
+        if self.objects.lacking.carried is not None:
+            self.objects.lacking.carried.begin_steps(frame, resumed)
 
     def end_steps(self, samples: int) -> None:
         """Let the rest of an epoch, of this number of samples, draw what it draws; look what a resumed one has gathered."""
         self.generators.end_steps()
-        if self.objects.carried is not None:
-            self.objects.carried.end_steps(samples)
+        if self.objects.lacking.carried is not None:
+            self.objects.lacking.carried.end_steps(samples)
 
     def begin_epoch(self) -> None:
         """Note what an epoch begins with."""
@@ -249,7 +248,7 @@ class Checkpoints:
         self._position.forget()
         self.interval.begin()
         if self.writes:
-            self.objects.begin_training()
+            self.objects.lacking.begin_training()
 
     # ---- saving
 

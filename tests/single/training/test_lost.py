@@ -355,7 +355,7 @@ def test_a_resumed_run_says_that_its_target_was_reached(tmp_path, capsys):
     assert capsys.readouterr().out.count("this run has reached its target, and ends: another target continues it") == 1
 
 
-BESIDE = {  # what is around the steps: what is said
+AROUND = {  # what is around the steps: what is said
     "(steps)": "",
     "(step for _, step in enumerate(steps))": "enumerate(run.steps(...)) begins at 0 again",
     "(step for step, _ in zip(steps, X))": "zip(run.steps(...), OTHER) begins OTHER again",
@@ -363,7 +363,7 @@ BESIDE = {  # what is around the steps: what is said
 }
 
 
-@pytest.mark.parametrize("around", BESIDE)
+@pytest.mark.parametrize("around", AROUND)
 def test_what_begins_again_beside_the_steps_of_a_resumed_epoch_is_said(around, tmp_path, capsys):
     """A GAN's generator, updated at every third index, was updated in other steps: other weights, exit code 0. And so were
     the weights of a program that took its unlabelled samples from a second loader."""
@@ -377,4 +377,4 @@ def test_what_begins_again_beside_the_steps_of_a_resumed_epoch_is_said(around, t
                     step.backward((model(x) - y).square().mean())
                 step.update()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert [BESIDE[around] in line for line in said] == [True] * bool(BESIDE[around])
+    assert [AROUND[around] in line for line in said] == [True] * bool(AROUND[around])
