@@ -1,8 +1,11 @@
 """Creates torchvision's classifiers by name."""
 
+import torch
 from torch import nn
 
 from hvdtrain.engines.errors import UserError
+
+SMALL = 100  # pixels: smaller images are tried, as some models need more (inception_v3, 75)
 
 
 def require_torchvision() -> None:
@@ -33,7 +36,11 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
         options["input_size"] = (side, side)
     try:
         net: nn.Module = models.get_model(name, weights=None, **options)
-    except (ValueError, AssertionError) as error:
+        if side < SMALL:
+            with torch.no_grad():
+                net.eval()(torch.zeros(1, 3, side, side))
+            net.train()
+    except (ValueError, AssertionError, RuntimeError) as error:
         message = f"--model {name} does not support --image-size {side}: {error}"
         raise UserError(message, everywhere=True) from error
     return net

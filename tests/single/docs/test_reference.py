@@ -100,7 +100,16 @@ VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
 READ = re.compile(r"environ(?:ment)?(?:\.get\(|\.pop\(|\.setdefault\(|\[)\s*[\"']([A-Z][A-Z0-9_]+)")
 # Names of that form that are none: of sysconf, of MLflow's errors, endings, instructions of Python's bytecode.
 NO_VARIABLES = {"SC_CLK_TCK", "SC_PAGE_SIZE", "SC_PHYS_PAGES", "RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
-NO_VARIABLES |= {"CROSS_SIZE", "LOCAL_SIZE", "EXTENDED_ARG", "FOR_ITER", "JUMP_BACKWARD", "STORE_ATTR"}
+NO_VARIABLES |= {
+    "CROSS_SIZE",
+    "LOCAL_SIZE",
+    "EXTENDED_ARG",
+    "FOR_ITER",
+    "JUMP_BACKWARD",
+    "STORE_ATTR",
+    "LOAD_ATTR",
+    "LOAD_METHOD",
+}
 NO_VARIABLES |= {"STORE_SLICE", "STORE_SUBSCR", "CONTAINS_OP"}
 
 
