@@ -107,7 +107,7 @@ REFUSED = {
             "fc.weight is (1000, 1024) in the file, (6, 1024) in the model: make the model, with as many",
         "--dataset synthetic --model resnet51": "--model resnet51: torchvision has no such classifier",
         "--dataset synthetic --model vit_b_16 --image-size 33": "--image-size 33",
-        "--dataset synthetic --model inception_v3 --image-size 32": "--model inception_v3 does not support --image-size 32: ",
+        "--dataset synthetic --model inception_v3 --image-size 32": "inception_v3 does not support --image-size 32: ",
         "--dataset shards --data-dir HERE/nowhere": "HERE/nowhere does not exist",
         "--dataset shards --data-dir HERE/images": "has neither train/*.tar nor train-*.tar",
         "--dataset shards --data-dir HERE/shards --classes 7": "--classes 7, but",
