@@ -28,7 +28,8 @@ class Counts:
     def add(self, optimizers: Sequence[torch.optim.Optimizer], number: int, count: Tensor | float) -> float | Tensor:
         """Note the `count` of backward pass `number`. Return the factor for its loss; `divide` divides by the sum later.
         Raises UserError."""
-        waits = isinstance(count, Tensor) and count.device.type != "cpu"  # the host, to read it
+        # To read a tensor of a GPU waits for all kernels that are queued there. `require_some` checks it later.
+        waits = isinstance(count, Tensor) and count.device.type != "cpu"
         if not waits and not 0 <= float(count) < math.inf:
             raise UserError(f"step {self._number}: step.backward(count=...) got {float(count):g}: give it 0 or more")
         self.given = True
@@ -36,11 +37,13 @@ class Counts:
             self._counts.setdefault(one, {})[number] = count
         if isinstance(count, Tensor) and not count.is_floating_point():  # else torch divides in its default dtype
             count = count.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        # The average over ranks divides by `size`. What is left is the sum over items, divided by the samples of the
+        # step.
         return count * self._engine.size / self._samples
 
     def divide(self) -> None:
-        """Turn the gradients of means over samples into those of a mean over items. Each loss has items of its own: so have
-        the optimizers that got others in this loop. A collective."""
+        """Turn the gradients of means over samples into those of a mean over items. A collective."""
+        # Each loss has items of its own, and so have the optimizers that got others in this loop.
         alike: dict[tuple[int, ...], list[torch.optim.Optimizer]] = {}  # by backward passes, the same on all ranks
         for optimizer, counts in self._counts.items():
             alike.setdefault(tuple(counts), []).append(optimizer)
@@ -52,6 +55,7 @@ class Counts:
         if (device := self._engine.device).type != "cpu":  # the sum stays there, on every rank
             own = torch.zeros(len(self._engine.own), dtype=torch.float64, device=device)
             for number, count in enumerate(counts):
+                # Backward passes come rank by rank, as many for each of this process's ranks.
                 own[number * len(own) // len(counts)] += to_device(count, device)  # a tensor, or a number
             whole = self._of_all(own)
             self.least = whole if self.least is None else torch.minimum(whole, self.least)
@@ -91,8 +95,9 @@ class Counts:
             torch._foreach_mul_(gradients, factor)
 
     def _of_all(self, own: Tensor) -> Tensor:
-        """Return the number of items over the ranks that average their gradients, of which those of this process have `own`.
-        Where these are some of all, they may have none: their gradients are zero, to be divided by 1."""
+        """Return the number of items over the ranks that average their gradients; those of this process have `own`."""
+        # If those that average are some of all ranks, they may have no item: their gradients are zero, to be divided by
+        # 1.
         total = self._engine.sum_of_ranks(own, "tokens")
         return total if self._engine.of_all_ranks else torch.where(total > 0, total, torch.ones_like(total))
 

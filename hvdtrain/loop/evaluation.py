@@ -47,8 +47,7 @@ SAME_VALUE = frozenset({"detach", "clone", "cpu", "to", "float", "double", "item
 class Means(TorchFunctionMode):
     """Notes which scalars are means over a batch: `run.record` would take them for sums, and 0.67 of 8 samples for 0.08.
 
-    Up to the first `run.record`, because a program records the same in each batch. Not in a program that has used
-    torch.compile, which would compile again.
+    Up to the first `run.record`, and not in a program that has used torch.compile.
     """
 
     def __init__(self) -> None:
@@ -57,6 +56,7 @@ class Means(TorchFunctionMode):
         self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
 
     def __enter__(self) -> "Means":
+        # A function that was compiled without this mode would be compiled again with it.
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is None or not dynamo.counters["frames"]:
             super().__enter__()  # type: ignore[no-untyped-call] # torch's own
@@ -88,6 +88,7 @@ class Means(TorchFunctionMode):
 
 def is_share(value: object, samples: int) -> bool:
     """Return whether a number, which another library may have made, is a share of the samples, such as an accuracy."""
+    # A share k / n times n is whole up to the rounding of float64, which is far below 1e-9.
     return isinstance(value, float) and 0 < value < 1 and abs(value * samples - round(value * samples)) < 1e-9
 
 
@@ -165,6 +166,7 @@ class Evaluation:
         """Context manager for the evaluation. The program goes on with the random numbers that it had before, so that how
         often it evaluates does not change its training."""
         with kept(self._engine.device):
+            # An evaluation that is repeated after a resume draws the same numbers again.
             seed_generators(mixed_seed(*self._seeds, self._engine.rank), self._engine.device)
             with contextlib.suppress(CutShort):
                 yield
@@ -239,6 +241,7 @@ class Evaluation:
                 tally.rows[name] = tally.rows.get(name, 0) + len(given)
             else:
                 tally.rows_in_sums[name] = tally.rows_in_sums.get(name, 0) + self._in_batch
+            # Sums over a large test set would lose digits in float32.
             given = given.to(torch.float64)
             if given.ndim > 1 and given.numel() and count is None:  # of a sample's pixels, tokens or labels: their mean
                 given = given.flatten(1).mean(1)
@@ -246,6 +249,8 @@ class Evaluation:
             tally.sums[name] = tally.sums[name] + total if name in tally.sums else total
             if count is not None:
                 tally.counts[name] = tally.counts[name] + count if name in tally.counts else count
+        # A program records the same in each batch, so that the first one has told. The mode slows down every call of
+        # torch.
         self._means.stop()
 
     def means(self) -> dict[str, float]:
@@ -279,6 +284,7 @@ class Evaluation:
         split = None if self.whole else split_of(getattr(self._data, "dataset", None))
         mine = [[list(one.sums), list(one.counts), split, one.samples] for one in self._recorded.values()]
         everyone = [one for own in self._engine.all_gather_object(mine, "evaluate.names") for one in own]
+        # Subsets that each rank has drawn by itself overlap: some samples would count twice, others never.
         if any(theirs[2] != split for theirs in everyone):
             raise UserError(
                 f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
@@ -349,6 +355,7 @@ class SharedBuffers:
         are taken.
         """
         buffers, differing = self.compare(registered)
+        # Kept before they are overwritten: `restore_own` gives them back for a checkpoint.
         self._keep([buffers[name].tensor for name in differing])
         counted_otherwise = {buffers[name].layer for name in differing if name.endswith(COUNTER)}
         # Those that are equal keep their bits: three equal numbers, added up and divided by three, may give another one.
@@ -380,6 +387,7 @@ class SharedBuffers:
         if self._engine.size == 1:
             return {}, []
         named = self._named(registered)
+        # Checksums are exchanged, not the buffers: most are the same on all ranks.
         sums = checksums([buffer.tensor for buffer in named.values()]).tolist() if named else []
         mine = {
             name: [kind_of(buffer.tensor), each, buffer.saved]
@@ -415,10 +423,13 @@ class SharedBuffers:
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
+            # Of several evaluations at one position, the first one finds the buffers of the training.
             self._own.setdefault(id(tensor), (tensor, tensor.clone()))
 
     def restore_own(self) -> None:
         """Restore this rank's buffers of before the evaluations at this position, for a checkpoint from which these are
-        repeated: averaging the means again could change bits, because the sum of equal numbers is rounded."""
+        repeated."""
         for tensor, own in self._own.values():
+            # A resumed run repeats the evaluation and averages again: a mean of means may have other bits, as sums are
+            # rounded.
             tensor.copy_(own)

@@ -17,8 +17,7 @@ from hvdtrain.inputs.sharding import mixed_seed
 class Gathered(torch.autograd.Function):
     """The rows of every rank, in rank order. backward: each rank gets the sum of all ranks' gradients for its rows.
 
-    Every rank's loss is a mean over its own samples, weighted by their number, so that the mean over ranks is the loss. Its
-    gradient for a row is therefore the sum over ranks, divided by their number with all other gradients.
+    Every rank's loss is a mean over its own samples, weighted by their number, so that the mean over ranks is the loss.
     """
 
     @staticmethod
@@ -29,7 +28,10 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # The reduction is in place, and autograd may use this gradient elsewhere: it works on a copy.
         total = gradient.contiguous().clone()
+        # Each rank's loss uses the rows of all. This sum is divided by the number of ranks later, with all other
+        # gradients.
         ctx.engine.all_reduce_(total, "sum", "gather.gradient")
         return total[ctx.first : ctx.first + ctx.length], None, None
 
@@ -51,6 +53,7 @@ def gather_rows(
         return gathered(rows)
     if batch is not None and not batch.count:  # this rank repeats a sample, which does not count
         rows = rows[:0]
+    # Shape and type go as one number with the length, in a single collective. Texts are exchanged only if they differ.
     mine = torch.tensor([len(rows), mixed_seed(kind_of_rows(rows))])
     lengths, kinds = engine.all_gather(mine, "gather.lengths").T.tolist()
     if len(set(kinds)) > 1:
@@ -99,6 +102,7 @@ class Rehearsals:
         self._lengths: list[list[int]] = []  # of each call, of each rank
         self._sums: dict[tuple[int, int], Sums] = {}  # of the gradients for `_whole`, by call and backward pass
         self._totals: dict[tuple[int, int], Tensor] = {}
+        # A program that does not gather has the last round alone. Whether it does is known from its first step.
         self._begin_round(ROWS if self._gathers else LAST)
 
     def _begin_round(self, kind: str) -> None:
@@ -118,6 +122,7 @@ class Rehearsals:
         else:
             self._totals = {key: self._engine.total(sums) for key, sums in self._sums.items()}
             after = LAST
+        # Each round is a forward pass, which moves batch norm's statistics: a step is to move them once.
         self._engine.buffers.restore(self._buffers)
         self._buffers = self._engine.buffers.noted()
         self._begin_round(after)
@@ -140,13 +145,17 @@ class Rehearsals:
         self._at[rank] += 1
         if self._round is ROWS:
             self._rows[rank].append(own.detach().requires_grad_(own.requires_grad))
+            # Rows of later ranks are not there yet. This rank's stand in for them, in the number and shape that they
+            # will have.
             total = len(rows) * together // batch.count if batch.count else len(rows) * self._engine.size
             return torch.cat([rows] * (total // max(1, len(rows)) + 1))[:total]
         first = sum(self._lengths[number][:rank]) if number < len(self._whole) else 0
         whole = self._whole[number] if number < len(self._whole) else None
+        # Gradients of an earlier round belong to other rows, if the program drew or computed others since.
         if whole is None or not same_bits(own, whole[first : first + len(own)]):
             raise UserError(AGAIN)
         if self._round is GRADIENTS:
+            # A leaf of its own in each micro-batch: its gradient is that of this rank's loss alone.
             leaf = self._current[number] = whole.clone().requires_grad_(own.requires_grad)
             return leaf
         result: Tensor = Summed.apply(own, self, number, first)
@@ -159,6 +168,7 @@ class Rehearsals:
             return self._round is ROWS
         numbers = [number for number, leaf in self._current.items() if leaf.requires_grad]
         leaves = [self._current[number] for number in numbers]
+        # Not backward(): the gradients of the weights would be added up in each round.
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
         for number, leaf, gradient in zip(numbers, leaves, gradients, strict=True):
             sums = self._sums.setdefault((number, self._pass), Sums(self._engine.own[0]))
@@ -211,6 +221,7 @@ class Summed(torch.autograd.Function):
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal, also where they are not numbers."""
+    # Compared as bytes, because NaN is not equal to itself.
     return one.shape == other.shape and torch.equal(
         one.detach().contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
     )

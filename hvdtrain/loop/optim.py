@@ -25,28 +25,29 @@ LENGTH_NAME = {
     lr_scheduler.LinearLR: "total_iters",
 }
 
+# Hugging Face's schedulers have their length as `num_training_steps`, SequentialLR that of its parts as `_milestones`.
 LENGTH_NAMES = (*LENGTH_NAME.values(), "num_training_steps", "_milestones")  # in a state_dict
 
 
 def scaled_rate(rate: float, scaling: str, size: int, reduction: str = "average", accumulate: int = 1) -> float:
     """Return the peak learning rate for `size` ranks. scaling: "linear" scales it with the global batch; or "none".
 
-    Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With reduction "sum", the gradient is already `size`
-    times as large, so the rate is only multiplied by `accumulate`.
+    Source: the linear scaling rule, arXiv:1706.02677, section 2.1. With reduction "sum", only `accumulate` multiplies it.
     """
     if scaling == "none":
         return rate
+    # With the sum, the gradient is `size` times as large already.
     return rate * accumulate * (size if reduction == "average" else 1)
 
 
 def warmup_factor(progress_epochs: float, warmup_epochs: float, size: int, scaling: str) -> float:
     """Return the factor for the scaled rate after `progress_epochs` (fractional): rises from 1/size (or 0) to 1.
 
-    The warm-up is linear. With linear scaling it starts from the single-device rate (gradual warm-up, arXiv:1706.02677,
-    section 2.2), otherwise from zero.
+    The warm-up is linear. With linear scaling it starts from the single-device rate, otherwise from zero.
     """
     if progress_epochs >= warmup_epochs:
         return 1.0
+    # Gradual warm-up starts from the rate of a single device (arXiv:1706.02677, section 2.2).
     start = 1.0 / size if scaling == "linear" else 0.0
     return start + (1.0 - start) * progress_epochs / warmup_epochs
 
@@ -64,6 +65,7 @@ def schedule_factor(schedule: str, progress: float) -> float:
         return 0.1 ** sum(progress >= epochs / 90 for epochs in (30, 60, 80))
     if schedule == "cosine":
         start, end, part = 1.0, 0.0, progress
+    # These are pct_start, div_factor and final_div_factor of torch's OneCycleLR: 0.3, 25 and 1e4.
     elif progress < 0.3:
         start, end, part = 1 / 25, 1.0, progress / 0.3
     else:
@@ -90,6 +92,7 @@ def length_of(scheduler: object) -> int | None:
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a torch scheduler was made for `optimizer`: it wraps the optimizer's `step`."""
+    # torch wraps `step` to warn of schedulers that are called before it, and marks it by this attribute.
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
@@ -103,6 +106,7 @@ def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `scheduler.step()` before `optimizer.step()`
+        # torch's schedulers compute each rate from the one before, so that every step is repeated.
         for _ in range(int(saved["last_epoch"])):
             scheduler.step()
     return True
@@ -133,11 +137,14 @@ def decay_groups(model: nn.Module) -> list[dict[str, object]]:
 def eager(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
     """Return a subclass of the optimizer that does not import torch.compile, which takes 1.6 s per process.
 
-    The decorators of these methods exclude them from torch.compile, and import all of it to do so (torch 2.15.0:
-    torch/_compile.py, `_use_grad` in torch/optim/optimizer.py). hvdtrain never compiles an optimizer.
+    hvdtrain never compiles an optimizer.
     """
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
+    # The decorators exclude these methods from torch.compile, and import all of it to do so (torch 2.15.0:
+    # torch/_compile.py).
     plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}
+    # The decorator of `step` also turns gradients off (`_use_grad` in torch/optim/optimizer.py): without it, no_grad
+    # does.
     return cast("type[AnyOptimizer]", type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])}))
 
 

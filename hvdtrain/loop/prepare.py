@@ -67,17 +67,19 @@ class Prepared:
         self.weights_of_all: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     def require_same_parameters(self) -> None:
-        """Raise UserError for a parameter that was added to an optimizer after `prepare`, whose gradient would not be
-        reduced, or that a model has no longer: the optimizer would go on with it. Or that was taken out of an optimizer: a
-        resumed run makes it with all."""
+        """Raise UserError for a parameter that was added to an optimizer after `prepare`, or taken out of one, or that a
+        model has no longer."""
+        # The optimizer would go on with a parameter that the model has no longer, and nothing would learn.
         now = {parameter for _, parameter in named_parameters(self.models)}
         if lost := [name for parameter, name in self._names.items() if parameter not in now]:
             remedy = "replace layers before run.prepare(), or copy_() other weights into them"
             raise UserError(f"the model has lost {lost[0]}, which run.prepare() was given: {remedy}")
         for optimizer, trained in self.trained.items():
             held = set(parameters_of(optimizer))
+            # Engines have put their hooks on parameters in `prepare`: gradients of later ones are not reduced.
             if not held.issubset(trained):
                 raise UserError(PARAMETER_ADDED)
+            # A resumed run makes the optimizer with all parameters, and could not restore its state.
             if gone := [self._names[parameter] for parameter in trained if parameter not in held]:
                 remedy = "leave it there, and freeze it (requires_grad_(False))"
                 raise UserError(f"{gone[0]} was taken out of an optimizer after run.prepare(): {remedy}")
@@ -221,8 +223,7 @@ def refuse_parts(
 ) -> None:  # fmt: skip
     """Raise UserError for what ranks cannot train with, or would train wrongly without an error. names: of the parameters.
 
-    What an earlier run of this process has trained is refused, too: its gradients would be reduced twice, and a fold of a
-    cross-validation would begin with weights that have seen its data.
+    What an earlier run of this process has trained is refused, too.
     """
     layers = [pair for model in models for pair in model.named_modules()]
     for name, layer in layers:
@@ -239,6 +240,8 @@ def refuse_parts(
             remedy = "give each parameter to one optimizer, or several losses to one step.backward()"
             raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {remedy}")
         taken.update(parameters_of(optimizer))
+    # Hooks stay on the parameters, so a second run would reduce gradients twice. And a fold would begin with weights
+    # that know its data.
     _of_earlier_runs.update(
         layer for _, layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))
     )
@@ -275,6 +278,7 @@ def require_alike(engine: Engine, models: Models, optimizers: Sequence[torch.opt
         for number, group in enumerate(optimizer.param_groups):
             place = f"of group {number} of {type(optimizer).__name__}"
             mine += [f"{names.get(one, 'another')} as parameter {i} {place}" for i, one in enumerate(group["params"])]
+    # The names of a large model are long. They are only sent if their digests differ.
     digests = engine.all_gather_object(hashlib.sha256("\n".join(mine).encode()).hexdigest(), "prepare.alike")
     if len(set(digests)) == 1:
         return
@@ -291,6 +295,7 @@ def sparse_values(buffer: Tensor) -> str:
     """Return what tells the values of a sparse buffer, which is not broadcast, from others; "" for others."""
     if buffer.layout is torch.strided:
         return ""
+    # Engines broadcast dense tensors only, so that a sparse one has to be the same from the start.
     torch.save(buffer, content := io.BytesIO())
     return f", sparse, SHA-256 {hashlib.sha256(content.getvalue()).hexdigest()[:12]}"
 
@@ -298,10 +303,11 @@ def sparse_values(buffer: Tensor) -> str:
 def fuse(optimizer: torch.optim.Optimizer, *, may_lack_gradients: bool) -> None:
     """Let an optimizer of torch use its fused kernel on an accelerator, unless the author has chosen another one.
 
-    may_lack_gradients: some parameters may have no gradient; then not for SGD, whose kernel needs all momenta or none.
+    may_lack_gradients: some parameters may have no gradient; then not for SGD.
     """
     if not isinstance(optimizer, FUSED):
         return
+    # The fused kernel of SGD needs the momenta of all parameters, or of none.
     if may_lack_gradients and isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -350,6 +356,7 @@ def prepare(
         from hvdtrain.models.weights import load_weights
 
         with engine.raising_together("weights"):
+            # The others get these weights by the broadcast below: one rank reads the file, not all at once.
             if engine.rank == 0:
                 load_weights(models[0], flags.weights)
     named = named_parameters(models)
@@ -377,11 +384,13 @@ def prepare(
 
 
 def give_memory(model: nn.Module) -> None:
-    """Give expanded buffers and lazy conjugates, which share memory, memory of their own: values are received into it."""
+    """Give expanded buffers and lazy conjugates memory of their own."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.layout is not torch.strided:
                 continue
+            # Values are received into the buffer's memory. Elements that share memory, or are computed when read,
+            # cannot take them.
             own = buffer.resolve_conj().resolve_neg()
             if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
                 own = own.contiguous()

@@ -58,6 +58,7 @@ class Run(RunTools):
         data = data_described(name, reason, facts)
         self.metrics_logger.dataset = name
         self.engine.require_equal("the data", data, remedy="give every host the same data, or name it with --dataset")
+        # Rank 0 alone opens files. If it cannot, the others would wait for it in the next collective.
         with self.raising_together("output"):
             self.checkpoints.open(data)
             self.output.open(continued=self.checkpoints.resume.continues)
@@ -188,6 +189,7 @@ class Run(RunTools):
             self.say(why)
             return
         with self.checkpoints.looking_after(caller, lambda: {"state": asdict(self.state), "best": self.best}):
+            # The program's frame holds this generator. Held by it, too, it would keep all its variables alive.
             del caller
             while self.length.is_left(self.state):
                 if self.length.goals and self.length.reached(self.evaluation, metrics):
@@ -217,6 +219,8 @@ class Run(RunTools):
         self.stage = Stage.STEPS
         self.checkpoints.begin_steps(sys._getframe(1), self.state.samples_of_epoch)
         steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())
+        # Weak, because the generator holds the function: as a circle, both would live on until the next garbage
+        # collection.
         reference = weakref.ref(steps)
         return steps
 
@@ -332,6 +336,7 @@ class Run(RunTools):
         """End the epoch, and save. ended: the program has left the loop over `run.epochs`."""
         number, source = self.state.epoch + 1, self.data.input
         self._require_steps(number)
+        # Taken before the stage changes: outside of an epoch, `best` leaves out the current one.
         best, score = self.best, self.checkpoints.score(self.state, self.state.epoch)
         self.state.best = best._asdict() if best is not None else {}
         self.stage = Stage.OUTSIDE
@@ -478,6 +483,7 @@ class Run(RunTools):
             file = {"checkpoint": name} if self.checkpoints.has(name := name_of(best.step)) else {}
             extra["best"] = dict(metric=best.metric, value=best.value, epoch=best.epoch + 1, step=best.step) | file
         self.metrics_logger.end(self._shared.prepared.models if self._shared is not None else [], extra)
+        # Raised only now: the records of a finished training are complete, whatever became of its last checkpoint.
         if unsaved:
             raise Failure(unsaved)
         for line in self.metrics_logger.omitted(warn_of, self.checkpoints.registered) if self.state.step else ():

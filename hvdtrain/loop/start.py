@@ -55,6 +55,7 @@ class TrainingBlock:
         return self._training.__exit__(kind, error, traceback)
 
     def __getattr__(self, name: str) -> Any:
+        # Anything else is a line of a program that has forgotten `with`.
         if name.startswith("_"):  # Python's own questions, such as those of copy and pickle
             raise AttributeError(name)
         remedy = "write `with training.start(flags) as run:`"
@@ -90,7 +91,8 @@ def _start(flags: Flags, metrics: Mapping[str, Metric | str] | None) -> Iterator
     with contextlib.ExitStack() as stack:
         _running.append(True)
         stack.callback(_running.pop)
-        with limited_start(HangTimeouts(flags.step_timeout)) as starting:  # afterwards, the ranks are monitored
+        # A rank that never comes would keep the others waiting in the engine's start, where nobody watches yet.
+        with limited_start(HangTimeouts(flags.step_timeout)) as starting:
             engine = start_engine(
                 flags.engine,
                 tuning=tuning,
@@ -129,6 +131,7 @@ def features_of(
     from hvdtrain.features.replicas import Replicas
     from hvdtrain.features.schedule_rules import ScheduleRules
 
+    # Each is imported only if it is asked for: all ranks of a host import at the same time.
     features: list[Feature] = []
 
     features.append(non_finite.of(engine, flags, output, name_of))
@@ -174,6 +177,8 @@ def kind_of_run(flags: Flags) -> type[Run]:
 @contextlib.contextmanager
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
     """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
+    # Comes first: with another batch size or seed, ranks would hang in a later collective, or train differently without
+    # an error.
     require_same_flags(engine, flags.of_all_ranks())
     track_as = (flags.track, flags.program) if flags.track else None
     output = RunOutput(
@@ -211,6 +216,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
         features = features_of(engine, flags, output, watch.peers.name, stopping.heartbeat)
         data = Data(kinds_of_data, engine, flags, output)
         run = kind_of_run(flags)(engine, flags, metrics, output, checkpoints, stopping, data, state, features)
+        # Right before the program builds its model, so that its weights do not depend on what was drawn earlier.
         torch.manual_seed(flags.seed)
         seed_generators(flags.seed)
         if checkpoints.resume.continues and flags.output_dir in finished:
@@ -241,8 +247,11 @@ def carried_out(run: Run) -> Iterator[None]:
         with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written
             checkpoints.release(run.stopping.heartbeat)
             if checkpoints.mirror is not None:
+                # After the last checkpoint is written, so that it is copied, too.
                 checkpoints.mirror.end(run.stopping.heartbeat)
         for feature in run.features.all:
             feature.close(failed=failed)
-        if loading := sys.modules.get("hvdtrain.inputs.loading"):  # else there are no workers
+        # Left to the garbage collector, in a notebook, torch waits up to ten seconds for each worker of a failed
+        # training.
+        if loading := sys.modules.get("hvdtrain.inputs.loading"):
             loading.end_workers()

@@ -39,9 +39,11 @@ class TrainState:
     def best_with(self, score: Mapping[str, Any] | None, metrics: Mapping[str, Metric]) -> "Best | None":
         """Return the best epoch, also considering `score`, that of the current one, if it was evaluated."""
         held = Best(**self.best) if self.best else None
+        # NaN would stay the best for ever: every comparison with it is false.
         if score is None or math.isnan(score["value"]):
             return held
         now = Best(**score, epoch=self.epoch, step=self.step)
+        # A resumed program may name another metric first. Values of two metrics cannot be compared.
         if held is None or (held.metric, held.direction) != (now.metric, now.direction):
             return now
         return now if metrics[now.metric].better(now.value, held.value) else held
@@ -93,6 +95,7 @@ class Length(NamedTuple):
             raise UserError("run.epochs() takes a number of epochs, or steps=NUMBER")
         if not isinstance(number := steps if epochs is None else epochs, int) or number < 0:
             raise UserError(f"run.epochs() takes a whole number of at least 0, not {number!r}")
+        # An epoch that has begun counts as reached: a run cannot be shortened to end before it.
         done, unit = (state.step, "step") if epochs is None else (state.epoch + (state.samples_of_epoch > 0), "epoch")
         if number and number < done:  # 0: no training is wanted
             begun = f"{unit} {done} has been reached: continue with at least {done}, or use another --output-dir"
@@ -113,7 +116,9 @@ class Length(NamedTuple):
     def ended(self, state: TrainState, metrics: Mapping[str, Metric], facts: Mapping[str, Any]) -> str:
         """Return why there is nothing to train in a run that is resumed; empty if there is something. facts: of its
         checkpoint."""
-        left = facts["ended"] == self.ends() and facts["state"]["step"] == state.step  # the loop, after as many epochs
+        # The program had left its loop by itself, such as by early stopping. With the same length, it would leave it
+        # again.
+        left = facts["ended"] == self.ends() and facts["state"]["step"] == state.step
         if (self.epochs or self.steps) and not self.is_left(state):
             return "this run has finished: more epochs or steps continue it, another --output-dir begins a new one"
         if left:

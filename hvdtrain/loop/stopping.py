@@ -62,6 +62,7 @@ class Stopping:
     ) -> None:
         if error is None:
             self.engine.barrier()  # the watch still detects ranks that do not reach it
+        # A record that ends without a word cannot be told from that of a killed run.
         elif isinstance(error, Failure):
             self.output.event("error", kind="failure", message=str(error))
         agreed = error is None or (isinstance(error, (Failure, UserError)) and error.everywhere)
@@ -73,6 +74,7 @@ class Stopping:
             error.everywhere = True  # rank 0 prints it
         self.watch.make_leaving().start()
         failed = [gone.failure for gone in self.watch.peers.gone.values() if gone.failure is not None]
+        # A collective fails on all ranks as one of them goes. Their tracebacks would hide the line that names it.
         if failed and failure is not None and any(word in f"{type(error).__name__} {error}" for word in OF_LOST_RANKS):
             raise SystemExit(WRONG_INPUT if all(one.mistake for one in failed) else FAILED) from None  # told by `close`
 
@@ -82,8 +84,9 @@ class Stopping:
         limits.heartbeat()
 
     def is_asked_anywhere(self) -> bool:
-        """Return, on all ranks, whether any rank knows of a stop request: they learn of it at slightly different times. A
-        collective."""
+        """Return, on all ranks, whether any rank knows of a stop request. A collective."""
+        # Ranks hear of a signal at slightly different times: if each decided alone, some would wait in the next
+        # collective.
         mine = torch.tensor([float(self.watch.stop_reason is not None)])
         return bool(self.engine.sum(mine, "evaluate.stop").item())
 
@@ -104,6 +107,7 @@ class Stopping:
             self.begin(step)
         if due or self._activity.asked:
             self._hear_signals()
+            # Without connections between ranks, a signal is only heard of by asking: all ask after each step.
             self._activity.asked = self.watch.off is not None and self.engine.size > 1
             self._appoint(step, due)
             stops = self.watch.stop.step is not None and step >= self.watch.stop.step
@@ -115,12 +119,10 @@ class Stopping:
         return Decision.SAVE_AUTOMATICALLY if self._every is None else Decision.SAVE
 
     def _appoint(self, step: int, due: bool) -> None:
-        """On rank 0: tell all ranks after which step to save or to stop, if that is asked for.
-
-        Without connections, all ranks decide, at this step.
-        """
+        """On rank 0: tell all ranks after which step to save or to stop, if that is asked for."""
         stops, decides = self.watch.stop_reason is not None, self.engine.rank == 0
         if self.watch.off and self.watch.stop.step is None:
+            # Without connections, all ranks decide together, and at this step.
             asked = torch.tensor([float(stops), float(due and decides)])
             stops, due = (amount > 0 for amount in self.engine.sum(asked, "guard.stop").tolist())
             self._make_appointments(step, stops, due, ahead=0)
@@ -128,11 +130,13 @@ class Stopping:
             self._make_appointments(step, stops, due, ahead=int(self.engine.size > 1))
 
     def _make_appointments(self, step: int, stops: bool, due: bool, ahead: int) -> None:
-        """ahead: rank 0 makes appointments early, so that ranks rarely have to wait."""
+        """ahead: 1 if other ranks have to hear of an appointment before its step, else 0."""
         stop, save = self.watch.stop, self.watch.save
         if ahead and save.step is not None and save.step <= step + self.stride:
             save.wait()
         elif due and save.step is None:
+            # Two steps ahead: the message arrives before the other ranks reach that step, so that they rarely wait for
+            # it.
             save.make(step + 2 * ahead * self.stride)
         if stops and stop.step is None:
             stop.make(step + ahead)
@@ -180,6 +184,8 @@ def early_ends_refused(engine: Engine, place: Callable[[], str]) -> Iterator[Non
     """Context manager around the program's part of the training block, in which whatever would end it early, in silence or
     with another rank blamed, is said in one line. place: called for where in the training it is."""
     with contextlib.ExitStack() as stack:
+        # `hvd.shutdown()` or `destroy_process_group()` in the block would take the engine from under the other ranks'
+        # collectives.
         for module, name in engine.ending_calls():
             whole = getattr(module, name)
             stack.callback(setattr, module, name, whole)

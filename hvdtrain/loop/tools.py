@@ -57,6 +57,7 @@ class RunTools:
 
     def __reduce__(self) -> Any:
         """Return what a data set has in a worker of its DataLoader."""
+        # A worker is another process: the run's threads, connections and open files do not go there.
         return RankAndSize, (self.rank, self.size)
 
     @property
@@ -121,12 +122,15 @@ class RunTools:
         from hvdtrain.models import formats
 
         prepared = self.prepared("run.export()")
-        # Of nn.DataParallel and of a compiled model: the one inside.
+
+        # The wrappers' state_dict has other names: `module.` or `_orig_mod.` before each.
         own = dict(zip(prepared.replicas, prepared.models, strict=True))
         chosen = prepared.models[0] if model is None else own.get(model, getattr(model, "_orig_mod", model))
         kind = formats.require_kind(path := Path(path))
         if kind in formats.PROGRAMS and not example:
             raise refusal("program without example", NAME=repr(path.name))
+        # With --sync-every, ranks have different weights within an epoch. Averaging them is a collective, so all ranks
+        # enter.
         with self.raising_together("export"), self.alone(), self.shared_weights():
             if self.rank == 0:
                 formats.write_export(kind, chosen, example, path)
