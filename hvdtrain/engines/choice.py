@@ -31,7 +31,8 @@ def start_engine(
     on GPUs, compute so that the bits of a run can be had again. Raises UserError if launcher and engine disagree, if the
     device is not available or would be left idle, and in a DataLoader worker that imports the program.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the mark of multiprocessing itself
+    # multiprocessing sets this attribute while a new process imports the program, and deletes it afterwards.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         global refused_in_worker
         refused_in_worker = True
         advice = 'start training under `if __name__ == "__main__":`'
@@ -77,6 +78,7 @@ def start_engine(
     core = turn_on(engine.rank, cores)
     if threads is not None or tuning:
         torch.set_num_threads(threads or share_of(engine.rank, cores))
+    # A rank with several threads needs several cores.
     if tuning and core is not None and engine.device.type == "cpu" and torch.get_num_threads() == 1:
         stay_on(core)
         engine.notes.append(Setting("more ranks than cores: as many on each"))
@@ -137,6 +139,7 @@ def computes_in_bf16(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     try:
+        # "flags" is x86's word for them, "Features" that of Arm.
         lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
     except OSError:
         return False
@@ -147,12 +150,13 @@ def default_predivision(compression: str, size: int) -> float:
     """Return by what gradients are divided before their sum over `size` ranks, if the user does not say.
 
     float16 ends at 65,504 and has few bits below 6e-5. Division by the number of ranks keeps every sum finite whose mean is,
-    but loses small gradients: with a root mean square of 4.5e-5 the mean is wrong by 0.3 % on 8 ranks, 2.5 % on 64 and 20 %
-    on 512. Division by about the root of the number keeps that at 0.3, 0.3 and 0.6 %, and means finite below 65,504,
-    8,188 and 2,047 (tests/single/engines/test_gpu_numbers.py). A power of two divides without rounding.
+    but loses small gradients. Division by about its root has an error of 0.3, 0.3 and 0.6 % on 8, 64 and 512 ranks, and
+    means finite below 65,504, 8,188 and 2,047 (tests/single/engines/test_gpu_numbers.py).
     """
     if compression != "fp16":  # the others have the range of float32
         return 1.0
+    # By the number of ranks, small gradients are lost: for a root mean square of 4.5e-5, the mean is wrong by 20 % on
+    # 512 ranks.
     return float(size) if size <= 8 else max(8.0, 2.0 ** math.floor(math.log2(size) / 2))
 
 

@@ -18,7 +18,8 @@ from hvdtrain.engines.modules import all_tensors, flatten, unflatten
 from hvdtrain.engines.portable import TENSOR, Held, NotStored, from_json, to_json
 from hvdtrain.guards.activity import collective
 
-FIRST_BYTES = 1008  # of an object, which travel with its length and the checksum of its name
+# With 16 bytes for the length and the name, a message has 1,024: most objects need no second one.
+FIRST_BYTES = 1008
 MANY = 64  # ranks: of more, what is alike on all is compared, and not sent by each
 
 
@@ -74,11 +75,12 @@ class Collectives(ABC):
         self.all_reduce_(torch.zeros(1), "sum", "barrier")
 
     def all_gather_object(self, value: object, name: str) -> list[Any]:
-        """Return the `value` of every rank, in rank order. It must be JSON-serializable; pickle is not used.
+        """Return the `value` of every rank, in rank order. It must be JSON-serializable.
 
         One collective; two, if the JSON of a rank is longer than FIRST_BYTES. Of more than MANY ranks, one more before
         them, which is the only one if the values are alike.
         """
+        # JSON, not pickle: whoever can send bytes to a rank could run code there.
         encoded = json.dumps(value).encode()
         if self.size > MANY and self.same_on_all(encoded, name):
             return [json.loads(encoded) for _ in range(self.size)]
@@ -88,6 +90,7 @@ class Collectives(ABC):
         first[16 : 16 + len(text)] = text[:FIRST_BYTES]
         everyone = self.all_gather_first(first, name)
         lengths, names = everyone[:, :16].contiguous().view(torch.int64).T.tolist()
+        # Gloo pairs calls by their order alone: ranks in different collectives would take each other's objects.
         if len(set(names)) > 1:
             self._refuse_different(name)
         texts = [bytes(theirs[16 : 16 + length].tolist()) for theirs, length in zip(everyone, lengths, strict=True)]
@@ -102,7 +105,8 @@ class Collectives(ABC):
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(name.encode() + b"\n" + content).digest()), dtype=torch.int64
         )
-        most, least = both = torch.stack([digest, ~digest])  # the largest ~x is that of the least x
+        # One "max" tells both: the largest ~x is that of the smallest x.
+        most, least = both = torch.stack([digest, ~digest])
         self.all_reduce_first_(both, "max", f"{name}.alike")
         return torch.equal(most, ~least)
 
@@ -139,6 +143,7 @@ class Collectives(ABC):
 
     def all_gather_rows(self, rows: Tensor, lengths: Sequence[int], name: str) -> list[Tensor]:
         """Return the rows of each rank. lengths: number of rows of each rank, not all 0. The rest must be the same."""
+        # An all-gather takes the same shape from each rank.
         padded = rows.new_zeros(max(lengths), *rows.shape[1:])
         padded[: len(rows)] = rows
         everyone = self.all_gather(padded, name)
@@ -162,6 +167,7 @@ class Collectives(ABC):
         failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
         if not failed:
             return
+        # An unexpected error keeps its own traceback on its rank. The others tell what it was.
         if failure is not None and ours is None:
             raise failure
         rank, message, kind, host = failed[0]
@@ -183,6 +189,7 @@ class Collectives(ABC):
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace floating-point tensors with their mean over ranks. One all-reduce."""
         if self.size > 1 and tensors:
+            # As one tensor: statistics are many short tensors, and each all-reduce would cost a round of messages.
             unflatten(self.sum(flatten(tensors), "average_buffers") / self.size, tensors)
 
     # ---- nested values as JSON, and the bytes of their tensors (portable.flattened), which may differ between ranks
@@ -281,21 +288,22 @@ class Collectives(ABC):
 
 
 def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state the memory format of the weights. State that was loaded or received is contiguous, and fused
-    kernels take no two formats at once."""
+    """Give the state the memory format of the weights."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                # Fused kernels take no two memory formats at once, and what was loaded or received is contiguous.
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, held: dict[str, Any]) -> None:
-    """Load a state_dict as it was. Trap: torch converts all state to the type of the weight, and makes other text of text.
-
-    The next step would compute with other bits, or fail, where the state is float16, an integer or bool.
-    """
+    """Load a state_dict as it was, also where torch would convert it."""
+    # torch makes text, arrays and namedtuples anew of their parts, wrongly: they are left out here, and put back by
+    # `_as_held`.
     state = {number: _without_text(values) for number, values in held["state"].items()}
     optimizer.load_state_dict(held | {"state": state})
+    # torch has converted the rest to the type of the weights. Of float16, integers or bool, the next step would differ,
+    # or fail.
     for number, values in optimizer.state_dict()["state"].items():
         if number in held["state"]:
             _as_held(held["state"][number], values)

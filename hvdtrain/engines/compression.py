@@ -1,8 +1,6 @@
 """What Horovod sends of gradients: in the order of their memory, divided, in the type of the network; and back.
 
-Traps: Horovod takes contiguous tensors only, and gradients of weights in channels_last are not. Its fp16 compression sums
-before it divides, so 40,000 on three ranks becomes infinity. And it silently ignores `gradient_predivide_factor` when
-gradients are grouped. Therefore the division is done here.
+Horovod's own compression and division have traps, which `together` names.
 """
 
 import contextlib
@@ -26,8 +24,11 @@ class GradientCompressor:
 
         On a GPU, by a few kernels for many tensors: ResNet-50 has 161 gradients, and the host starts each kernel.
         """
+        # Trap: Horovod takes contiguous tensors only, and gradients of weights in channels_last are not.
         sent = [in_memory_order(gradient) for gradient in gradients]
         if self.predivide != 1.0:
+            # Traps: Horovod's fp16 sums before it divides: 40,000 on three ranks is infinity. It ignores its own factor
+            # for grouped gradients.
             sent = list(torch._foreach_div(sent, self.predivide))
         sent = cast(sent, [self.wire_dtype or tensor.dtype for tensor in sent])
         bucket = Bucket(sent, gradients)

@@ -17,22 +17,26 @@ from hvdtrain.launching import processes
 def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: float) -> int:
     """Return how many threads `rank` should use: its share of the cores that it may run on, at least one.
 
-    cores: for each rank, its host and the cores it may run on. Ranks on the same host may share cores, each other ones: with
-    an odd number of ranks on two sockets, one of them has a socket of its own. quota: see `cpu_quota`.
+    cores: for each rank, its host and the cores it may run on. Ranks on the same host may share cores, each other ones.
+    quota: see `cpu_quota`.
     """
     host, mine = cores[rank]
     neighbours = [set(theirs) for where, theirs in cores if where == host]
+    # With an odd number of ranks on two sockets, one of them has a socket of its own: cores are shared by different
+    # numbers.
     share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
+    # Three thirds of a core add up to a little less than one.
     return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
 
 
 def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
     """Return how many threads this rank should use, and the number of cores for all ranks, before the ranks can communicate.
 
-    ranks: number of ranks on this host. quota: see `cpu_quota`. The launcher may run on all of the job's cores; if this rank
-    may run on fewer, it was bound to its own. So was a script or a container between them.
+    ranks: number of ranks on this host. quota: see `cpu_quota`.
     """
     mine = job = len(os.sched_getaffinity(0))
+    # The launcher may run on all of the job's cores. A rank with fewer was bound to its own, or a script or container
+    # around it.
     for parent in processes.parents():
         with contextlib.suppress(OSError):  # it has exited, or is not visible
             job = max(job, len(os.sched_getaffinity(parent)))
@@ -44,11 +48,12 @@ def turn_on(rank: int, cores: Sequence[tuple[str, Collection[int]]]) -> int | No
     """Return the core that `rank` takes turns on, where a host has more ranks than cores: as many ranks on each core.
 
     cores: as in `threads_for`. None where there are cores enough, or the ranks cannot be divided evenly, or a launcher has
-    bound some of them. Trap: the kernel takes a rank that waits in MPI for one that works, and leaves other cores with more
-    ranks that do.
+    bound some of them.
     """
     host, mine = cores[rank]
     neighbours = [number for number, (where, _) in enumerate(cores) if where == host]
+    # Trap: the kernel takes a rank that waits in MPI for one that works, and leaves other cores with more ranks that
+    # do.
     alike = all(set(cores[number][1]) == set(mine) for number in neighbours)
     if not alike or len(neighbours) <= len(mine) or len(neighbours) % len(mine):
         return None
@@ -93,6 +98,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
     except (OSError, StopIteration):
         return float("inf")
     quota = float("inf")
+    # A limit of any group above this one holds, too.
     for directory in [root, *(root / part for part in _prefixes(own))]:
         try:
             limit, period = (directory / "cpu.max").read_text().split()

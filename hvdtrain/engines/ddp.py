@@ -47,8 +47,7 @@ MEETINGS = itertools.count()  # number of rendezvous in this process; the same o
 class GradientHook:
     """A DDP communication hook: reduces a bucket of gradients over all ranks once this rank has computed it.
 
-    It divides the gradients in their own type first, then casts them to the network type. DDP's own fp16 hook casts first,
-    so a gradient of 100,000 becomes infinity.
+    It divides the gradients in their own type first, then casts them to the network type.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class GradientHook:
             # This rank's part is done. The step resets `collective` after backward.
             self.activity.call("backward", self.of_all_ranks)
         buffer: Tensor = bucket.buffer()
+        # Divided before the cast: of float16, DDP's own hook makes infinity of a gradient of 100,000.
         wire = buffer if self.predivide == 1.0 else buffer / self.predivide
         wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
         future = torch.distributed.all_reduce(wire, group=self.group, async_op=True).get_future()
@@ -84,7 +84,7 @@ def give_gradients_the_weights_strides(model: nn.Module) -> None:
     """Give each gradient the strides of its weight where both describe the same memory layout.
 
     With one input channel and channels_last images, the gradient of a convolution weight [16, 1, 5, 5] has the strides
-    (25, 1, 5, 1), the weight (25, 25, 5, 1): the same layout. DDP compares the numbers, and would warn on each rank.
+    (25, 1, 5, 1), the weight (25, 25, 5, 1): the same layout.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
@@ -93,6 +93,7 @@ def give_gradients_the_weights_strides(model: nn.Module) -> None:
             def same_strides(gradient: Tensor, shape: torch.Size = shape, strides: tuple[int, ...] = strides) -> Tensor:
                 return gradient.as_strided(shape, strides) if gradient.is_contiguous() else gradient
 
+            # DDP compares strides as numbers, and would warn on each rank.
             parameter.register_hook(same_strides)
 
 
@@ -100,8 +101,7 @@ def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
     """Let DDP assign gradients to buckets now, not after the first step. A collective.
 
     In the first step of a process, DDP has one bucket; then it assigns gradients to others, in the order in which they were
-    ready. The sum over three or more ranks is rounded differently at each place of a bucket, so the first step after a
-    restart would differ from the same step of an undisturbed run. Here the first backward pass has gradients of zero.
+    ready. Here the first backward pass has gradients of zero.
     """
     trained = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
     with torch.enable_grad():
@@ -109,6 +109,8 @@ def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
         # The last ones are ready first, as in the backward pass of most models.
         nothing = [parameter.flatten()[:0].sum() for parameter in trained]
         torch.autograd.backward(nothing, [torch.ones_like(each) for each in nothing])
+    # The sum over three or more ranks is rounded differently at each place of a bucket. Else the first step after a
+    # restart differs.
     replica.reducer._rebuild_buckets()
     for parameter in trained:
         parameter.grad = None
@@ -429,9 +431,9 @@ def wait_for_all(store: "torch.distributed.Store", rank: int, size: int) -> None
 def serve_store(host: str, port: int, size: int) -> tuple["torch.distributed.TCPStore", str]:
     """Return a TCPStore that listens on `host` and `port` (0: any free port), and its address, as `join` takes it.
 
-    TCPStore has no authentication and listens on all interfaces by default, so it is given a socket bound to one address.
     Raises OSError if the port is not available.
     """
+    # TCPStore has no authentication, and listens on all interfaces by default. This socket is bound to one address.
     listener = socket.create_server((host, port))
     port, limit = listener.getsockname()[1], timedelta(seconds=MEETING_SECONDS)
     store = torch.distributed.TCPStore(
@@ -441,10 +443,9 @@ def serve_store(host: str, port: int, size: int) -> tuple["torch.distributed.TCP
 
 
 def join(address: str, size: int) -> "torch.distributed.TCPStore":
-    """Return the TCPStore that another rank serves at `address`: "HOST PORT". Raises UserError, TimeoutError, RuntimeError.
+    """Return the TCPStore that another rank serves at `address`: "HOST PORT".
 
-    Trap: torch waits without a limit for the first answer. Another program at this port may never give one. Where nothing
-    listens, it tries for longer than it is told.
+    Raises UserError, TimeoutError, RuntimeError.
     """
     host, _, port = address.partition(" ")
     if not port.isdecimal():
@@ -452,6 +453,7 @@ def join(address: str, size: int) -> "torch.distributed.TCPStore":
             f"{address[:80]!r} is not where rank 0 listens: another program uses the port of the rendezvous"
         )
     until = time.monotonic() + MEETING_SECONDS
+    # Trap: where nothing listens, torch tries for longer than it is told.
     while not listens(host, int(port)):
         if time.monotonic() > until:
             raise TimeoutError(f"rank 0 did not listen at {host}:{port} within {MEETING_SECONDS:.0f} s")
@@ -465,6 +467,7 @@ def join(address: str, size: int) -> "torch.distributed.TCPStore":
         except Exception as error:
             results.append(error)
 
+    # Trap: torch waits without a limit for the first answer, which another program at this port may never give.
     thread = threading.Thread(target=connect, name="join", daemon=True)
     thread.start()
     thread.join(MEETING_SECONDS)

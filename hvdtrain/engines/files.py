@@ -47,8 +47,8 @@ def output_to(directory: Path) -> Iterator[None]:
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = True, mode: int = 0o666) -> int:
     """Open a regular file and return its descriptor. Raises OSError, also for a pipe or a device, which might never end.
 
-    Everything that hvdtrain opens for writing is opened here. There, no symbolic link is followed, and a file with other
-    names is refused: where others may write too, either could be a link to a file of this user that they may not change.
+    Everything that hvdtrain opens for writing is opened here. No symbolic link is followed then, and a file with other names
+    is refused.
     """
     writes = flags & os.O_ACCMODE != os.O_RDONLY
     # O_NONBLOCK: opening a pipe waits for its other end, and opening a leased file for the owner of the lease.
@@ -58,6 +58,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = T
     if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "a pipe or a device, not a file")
+    # Where others may write, they can put a hard link to a file of this user's there, which they may not change
+    # themselves.
     if writes and status.st_nlink > 1:
         os.close(handle)
         raise OSError(errno.EMLINK, f"{path} has hard links, and what is written would change the other files too")
@@ -141,7 +143,7 @@ def allow_open_files(number: int) -> bool:
 def others_may_write(directory: Path) -> bool:
     """Return whether another user may replace what is in `directory`, by the rights of it or one above. Raises OSError.
 
-    A group that has this user's name, as most distributions make one for each user, is no other user.
+    A group that has this user's name is no other user.
     """
     directory = directory.resolve(strict=True)
     status = directory.stat()
@@ -150,6 +152,7 @@ def others_may_write(directory: Path) -> bool:
     if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid):
         return True
     above = [parent.stat().st_mode for parent in directory.parents]
+    # Where the sticky bit is set, as on /tmp, others cannot replace what is not theirs.
     return any(mode & stat.S_IWOTH and not mode & stat.S_ISVTX for mode in above)
 
 
@@ -158,6 +161,7 @@ def _is_own_group(number: int) -> bool:
     import pwd
 
     try:
+        # Most distributions make a group for each user, with the user's name: it is no other user.
         return number == 0 or grp.getgrgid(number).gr_name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # a user or a group without a name
         return False

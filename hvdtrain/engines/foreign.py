@@ -113,12 +113,10 @@ def attach(hvd: ModuleType, place: Announced, watchdog: ScriptWatchdog | None, *
 
 
 def leave(error: UserError) -> NoReturn:
-    """Print `error` and exit at once, in the middle of the script.
-
-    os._exit, because an `hvd.shutdown` on a normal exit would cause errors on the other ranks, which would print first.
-    """
+    """Print `error` and exit at once, in the middle of the script."""
     say_error(error, "hvdtrain.tuned")
     within(WRITE_SECONDS, lambda: sys.stdout.flush())  # it may be None
+    # A normal exit calls `hvd.shutdown`: the other ranks would fail of it, and print their errors first.
     os._exit(error.exit_code)
 
 
@@ -129,6 +127,7 @@ def check_ranks(hvd: Any, place: Announced) -> None:
 
     def checked(*args: Any, **kwargs: Any) -> None:
         init(*args, **kwargs)
+        # With a communicator of the script's own, or elastic, fewer ranks are meant.
         whole = not args and not kwargs.get("comm") and os.environ.get("HOROVOD_ELASTIC") != "1"
         if whole and place.launcher != "none" and hvd.size() != place.size:
             advice = remedy(place.launcher, "horovod")

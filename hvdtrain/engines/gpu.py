@@ -171,6 +171,7 @@ def conflict(places: Sequence[RankDevice], shared: bool) -> str | None:
 
     shared: two ranks may have the same GPU.
     """
+    # Reversed, so that of each kind the lowest rank is named.
     kinds = {where.device: rank for rank, where in reversed(list(enumerate(places)))}
     if len(kinds) > 1:
         cpu, other = kinds["cpu"], min(rank for kind, rank in kinds.items() if kind != "cpu")

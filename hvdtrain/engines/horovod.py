@@ -141,8 +141,7 @@ class HorovodEngine(Engine):
     def _follow_freezing(self, optimizer: Any) -> None:
         """Take in which parameters are trained by now, the same on all ranks.
 
-        Trap: Horovod gives hooks to those that were trained when the optimizer was made. Of one that was frozen since, it
-        reduces a gradient of zero, and momentum and weight decay then change the weight.
+        Horovod gives hooks to those that were trained when the optimizer was made.
         """
         trained = [parameter for parameter in self._named[optimizer] if parameter.requires_grad]
         if len(trained) == len(self._trained[optimizer]) and all(map(operator.is_, trained, self._trained[optimizer])):
@@ -150,12 +149,16 @@ class HorovodEngine(Engine):
         if not trained or self.size == 1:  # nothing will be reduced
             return
         self._trained[optimizer] = trained
+        # Trap: of a parameter that was frozen since, Horovod reduces a gradient of zero. Momentum and weight decay then
+        # change the weight.
         optimizer._requires_update = set(trained)
         if optimizer._groups is not None:
             use_buckets(optimizer, buckets(trained))
         hooked = set(self._hooked[optimizer])
         for parameter in trained:
             if parameter not in hooked:
+                # The node that accumulates a leaf's gradient is only reached through an operation on it. It lives as
+                # long as `_grad_accs` has it.
                 accumulate: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr] # it has one
                 accumulate.register_hook(optimizer._make_hook(parameter))
                 optimizer._grad_accs.append(accumulate)
@@ -177,10 +180,12 @@ class HorovodEngine(Engine):
         if self.size == 1:
             optimizer.synchronize()
             return
+        # Trap: a bucket that is complete on one rank, and not on another, is never reduced.
         unused = self._complete(optimizer)
         optimizer.synchronize()
         if self._hows[optimizer].find_unused_parameters:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # Trap: over NCCL, Horovod takes no bool.
             used = torch.tensor([parameter not in unused for parameter in parameters], dtype=torch.int32)
             self.all_reduce_(used, "max", "used_parameters")
             for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
@@ -188,11 +193,7 @@ class HorovodEngine(Engine):
                     parameter.grad = None
 
     def _complete(self, optimizer: Any) -> set[nn.Parameter]:
-        """Run the hooks of parameters that got no gradient in backward. Return the parameters without a gradient.
-
-        Trap: a bucket that is complete on one rank but not on another is never reduced. An unexpectedly missing gradient is
-        sent as NaN, so every rank notices it in this step, without an extra message.
-        """
+        """Run the hooks of parameters that got no gradient in backward. Return the parameters without a gradient."""
         unused = set()
         expected = not self._hows[optimizer].find_unused_parameters
         for group in optimizer.param_groups:
@@ -202,6 +203,7 @@ class HorovodEngine(Engine):
                     continue
                 if parameter.grad is None:
                     unused.add(parameter)
+                    # As NaN, every rank notices a missing gradient in this step, without an extra message.
                     parameter.grad = torch.full_like(parameter, float("nan") if expected else 0.0)
                 hook = optimizer._make_hook(parameter)
                 for _ in range(left):
@@ -321,11 +323,12 @@ def shut_down_at_exit(hvd: Any, *, killed: bool) -> None:
     MPI cannot be started again in a process that has shut it down, and the program may train again, for instance on the
     next fold. `hvd.init` then does nothing. Trap: shutting MPI down waits for ranks that work on after training.
 
-    killed: Open MPI's mpirun kills the job. It no longer answers the last question of MPI_Finalize, for which this rank
-    would wait until SIGKILL, a second later.
+    killed: Open MPI's mpirun kills the job, by SIGKILL a second later.
     """
     atexit.unregister(_shut_down)
     atexit.unregister(_shut_down_unanswered)
+    # Open MPI's mpirun, as it kills a job, does not answer the last question of MPI_Finalize: the rank would wait until
+    # SIGKILL.
     if killed and hasattr(ctypes.CDLL(None), "on_exit"):
         ends = threading.Event()
         thread = threading.Thread(target=lambda: ends.wait() and hvd.shutdown(), name="end of MPI", daemon=True)

@@ -133,15 +133,14 @@ def _candidates(environment: Mapping[str, str]) -> list[Launcher]:
 
 
 def in_batch_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether a process of a Slurm job was started without srun, by the script that sbatch runs.
-
-    Slurm sets SLURM_PROCID=0 and the job's SLURM_NTASKS there, too, but no step: other ranks would never come.
-    """
+    """Return whether a process of a Slurm job was started without srun, by the script that sbatch runs."""
+    # sbatch's script also gets SLURM_PROCID=0 and the job's SLURM_NTASKS, but no step: other ranks would never come.
     return "SLURM_JOB_ID" in environment and not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environment)
 
 
 def _of_slurms_plugin(environment: Mapping[str, str]) -> bool:
-    """Return whether PALS's variables are Slurm's: its plugin cray_shasta sets them, with its step as the application."""
+    """Return whether PALS's variables are Slurm's."""
+    # Slurm's plugin cray_shasta sets PALS's variables, with the step as the application.
     step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     return environment.get("PALS_APID") == step
 
@@ -188,10 +187,11 @@ def remedy(launcher: str, engine: str) -> str:
 def alone_in_pid_namespace(environment: Mapping[str, str], parent: int, first: str) -> bool:
     """Tell whether Open MPI's mpirun started this rank in a PID namespace of its own: in a container with `--pid`, say.
 
-    Open MPI's shared memory (vader, 4.1.8) then crashes at the first long message.
-    parent: this process's parent, 0 where it is outside. first: the name of process 1, which Apptainer and
-    Singularity put before the program there (sinit, appinit). Where mpirun runs in the same container, it is the parent.
+    Open MPI's shared memory (vader, 4.1.8) then crashes at the first long message. parent: this process's parent. first:
+    the name of process 1. Where mpirun runs in the same container, it is the parent.
     """
+    # A parent outside of the namespace is seen as 0. Apptainer and Singularity put a process 1 of theirs before the
+    # program.
     outside = parent == 0 or (parent == 1 and first in ("appinit", "sinit"))
     return "OMPI_COMM_WORLD_RANK" in environment and outside
 
@@ -288,10 +288,7 @@ def choose_engine(
 
 
 def horovod_is_installed() -> bool:
-    """Return whether there is a Horovod with its PyTorch extension. It is not imported.
-
-    `pip install horovod` without a compiler leaves one without it.
-    """
+    """Return whether there is a Horovod with its PyTorch extension. It is not imported."""
     if "horovod.torch" in sys.modules:
         return True
     try:
@@ -299,4 +296,5 @@ def horovod_is_installed() -> bool:
     except (ImportError, ValueError):  # an import hook that forbids it; a stand-in without a specification
         return False
     places = (spec.submodule_search_locations if spec else None) or []
+    # `pip install horovod` without a compiler reports success, and leaves a package without this extension.
     return any(any(Path(place, "torch").glob("mpi_lib*.so")) for place in places)

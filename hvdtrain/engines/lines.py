@@ -22,13 +22,13 @@ def write_whole_lines() -> None:
 
     What the encoding of the terminal lacks, and a part of a file name that is not UTF-8, is written as an escape sequence.
 
-    Trap: with PYTHONUNBUFFERED=1, which is common in container images, `print` writes a line and its line break separately.
-    Open MPI tags both, and another rank's line may come between them. The same holds for the end of a text of several lines:
-    print them with `sep="\n"`.
+    Print a text of several lines with `sep="\n"`: its end is written apart, too.
     """
     for stream in (sys.stdout, sys.stderr):
         # Replaced (hence the `ignore`), closed, or on a full disk.
         with contextlib.suppress(AttributeError, ValueError, OSError):
+            # Trap: with PYTHONUNBUFFERED=1, `print` writes a line and its end apart. Open MPI tags both, and other
+            # ranks' lines come between.
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -36,9 +36,6 @@ def put_line(stream: TextIO, text: str) -> Exception | None:
     """Write `text` to a standard stream at once. Return the error if it could not be written: then it is lost.
 
     For all that is said while a run goes on: a full disk, a reader that is gone or a closed stream must not end it.
-
-    Trap: a stream that failed keeps what it could not write, fails again with each later line, and makes 120 of the exit
-    code. Therefore past its buffer, unless the program has replaced the stream.
     """
     try:
         if not is_file(stream):
@@ -48,6 +45,8 @@ def put_line(stream: TextIO, text: str) -> Exception | None:
         number = stream.fileno()
         with contextlib.suppress(OSError):
             stream.flush()  # what the program has printed comes first
+        # Past the stream's buffer. Trap: a stream that failed fails again with each later line, and makes 120 of the
+        # exit code.
         left = text.encode(stream.encoding, errors="backslashreplace")
         while left:
             try:
@@ -89,14 +88,14 @@ def result(text: str) -> None:
 def within(seconds: float, action: Callable[[], object]) -> bool:
     """Call `action` in a thread of its own, and return after at most `seconds`; whether it has ended by then.
 
-    For everything that a process writes before it ends because of a fault: a full pipe (a paused pager, Ctrl-S) and a file
-    system that hangs block a write for ever. Exceptions of `action` are ignored.
+    For everything that a process writes before it ends because of a fault. Exceptions of `action` are ignored.
     """
 
     def call() -> None:
         with contextlib.suppress(Exception):
             action()
 
+    # A full pipe, as of a paused pager, and a file system that hangs block a write for ever.
     thread = threading.Thread(target=call, name="last words", daemon=True)
     try:
         thread.start()

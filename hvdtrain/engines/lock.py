@@ -59,6 +59,7 @@ def noted(path: Path) -> Holder | None:
     """Return who is noted; None if nobody is, or if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         host, place, pid, started, token, file = json.loads(path.read_bytes()[:10_000])
+        # A copy of a running run's directory has the note, too, but another inode: it is not locked.
         if file == path.lstat().st_ino:
             return Holder(str(host), str(place), int(pid), int(started), str(token), int(file))
     return None
@@ -81,10 +82,9 @@ def give_rights_of(directory: Path, handle: int) -> None:
 class Lock:
     """An exclusive lock on a directory. The kernel releases it when the process ends, even if it is killed.
 
-    It is on the file .lock, because NFS has no locks on directories. Who may write in the directory may lock it, and nobody
-    else: whoever can open a file can lock it. The file says who has it (`Holder`), for file systems whose locks other
-    hosts do not see, or that have none: there `works` is False. A run that is known to go on is respected; of others, the
-    last one has it, and `require_in_place` tells.
+    It is on the file .lock. Who may write in the directory may lock it, and nobody else. The file says who has it
+    (`Holder`), for file systems whose locks other hosts do not see, or that have none: there `works` is False. A run that
+    is known to go on is respected; of others, the last one has it, and `require_in_place` tells.
     Raises TimeoutError if another process holds the lock for `seconds`, and OSError if the directory is not writable.
     """
 
@@ -97,8 +97,10 @@ class Lock:
         self._place = directory.stat()
 
     def _take(self, seconds: float) -> int:
+        # A lock is on a file in the directory, because NFS has no locks on directories.
         handle = open_regular(self._path, os.O_RDWR | os.O_CREAT, mode=0o600)
         self._me = self._me._replace(file=os.fstat(handle).st_ino)
+        # Whoever can open a file can lock it, also for reading alone.
         give_rights_of(self._path.parent, handle)
         until = time.monotonic() + seconds
         while True:
@@ -118,13 +120,11 @@ class Lock:
             time.sleep(0.05)
 
     def _nobody_is_noted(self) -> bool:
-        """Return whether no other run is known to go on.
-
-        Trap: locks of a mount, as of NFS with `local_lock` or `nolock`, are given to one process of each mount.
-        """
+        """Return whether no other run is known to go on."""
         other = noted(self._path)
         if other is None or other == self._me or not other.runs():
             return True
+        # Trap: locks of a mount, as of NFS with `local_lock` or `nolock`, are given to one process of each mount.
         return self.works and other.pid == self._me.pid  # one process: it has released that lock
 
     def _note(self, handle: int) -> None:
@@ -162,8 +162,9 @@ class Lock:
         raise OSError(errno.ESTALE, f"{directory} was moved while this run writes there")
 
     def _lacks_the_file(self, directory: Path) -> bool:
-        """Return whether the directory is in its place, without the file: NFS renames a file that is removed while open."""
+        """Return whether the directory is in its place, without the file."""
         with contextlib.suppress(OSError):
+            # NFS renames a file that is removed while it is open: it still has a link, and is gone from its name.
             return os.path.samestat(self._place, directory.stat()) and not os.path.lexists(self._path)
         return False
 

@@ -55,6 +55,7 @@ def stand_in(tensor: Tensor, place: object) -> Held:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the values of a tensor as uint8 [n], on the CPU."""
+    # A lazy conjugate or negative has its values' memory without the sign: as bytes, it would be another tensor.
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -72,6 +73,7 @@ def embedded(tensor: Tensor) -> str:
 
 def extracted(value: Held) -> Tensor:
     """Return the tensor that `embedded` has made text of."""
+    # A bytearray, because a tensor may be written to, and bytes may not.
     dtype, data = getattr(torch, value["dtype"]), bytearray(base64.b64decode(value[TENSOR]))
     return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value["shape"])
 
@@ -130,6 +132,7 @@ def class_named(module: str, name: str) -> Any:
     """Return a class by the names of its module and in it. Nothing is imported, and no code runs. Raises ValueError."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
+        # Not getattr: a module's or a class's own `__getattr__` is code of the program, and would run.
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     if not isinstance(found, type):
         raise ValueError(f"there is no class {name} in {module} now")
@@ -168,6 +171,7 @@ class _Encoder:
             raise NotStored(f"{kind.__name__} in more than {DEEPEST} others")
         if kind is list:
             return self._items(value)
+        # A dictionary with one of our marks as a key would be read as something else: it goes as pairs, below.
         if kind is dict and all(type(key) is str and key not in MARKS for key in value):
             return dict(zip(value, self._items(value.values(), value), strict=True))
         if kind in TYPE_NAMES:
@@ -323,6 +327,7 @@ class _Decoder:
             import numpy
 
             array = numpy.frombuffer(self._get(value).numpy().tobytes(), dtype=more[0])
+            # A copy, because an array over bytes is read-only.
             return self._meet(array.reshape(more[1]).copy()) if kind == "array" else array[0]
         if kind == "complex":
             return complex(*value)
@@ -344,6 +349,7 @@ class _Decoder:
         if kind == "enum" and issubclass(of, enum.Enum):
             return of.__members__[value]
         if kind == "namedtuple" and is_named_tuple(of):
+            # The class's own `__new__` is code of the program. Reading a checkpoint runs none.
             return tuple.__new__(of, self._items(value))
         raise ValueError(f"{kind} {of.__name__}")
 

@@ -87,6 +87,7 @@ def exchange(
     """
     processes, ranks, tensors = engine.processes, engine.size, next(iter(nodes.values()))
     if processes.size == 1:
+        # Two stops, as with several processes: the caller begins other buckets at each.
         yield from (None, None)
         take(root_of(nodes, ranks))
         return
@@ -140,6 +141,7 @@ class SummedBucket:
             if gradient is None:
                 gradient = torch.full_like(parameter, missing)
                 without.append(parameter)
+            # Buckets are added in the order of memory: gradients of all ranks need one layout.
             elif gradient.stride() != parameter.stride():
                 gradient = torch.empty_like(parameter).copy_(gradient)
             gradients.append(gradient)

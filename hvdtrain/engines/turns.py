@@ -99,6 +99,7 @@ class BuffersOfRanks:
         if not places:
             return
         buffers = [layer._buffers[name] for layer, name in places]
+        # As bytes, buffers of all types travel in one message.
         content = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers if buffer is not None])
         self._engine.broadcast_(content, "buffers")
         if 0 not in self.own:

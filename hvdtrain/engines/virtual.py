@@ -172,6 +172,7 @@ class VirtualRanks(Engine):
 
     @contextlib.contextmanager
     def raising_together(self, name: str) -> Iterator[None]:
+        # A collective in each turn would hang: processes have different numbers of ranks.
         with contextlib.nullcontext() if self._is_later else self.processes.raising_together(name):
             yield
 
