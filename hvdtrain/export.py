@@ -7,6 +7,8 @@ OUT: the --output-dir or --mirror of a run, whose newest checkpoint is taken (--
 a program of your own, write `run.export("model.pt2", model, example)`.
 """
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -77,6 +79,18 @@ def evaluation_in_words(facts: Facts) -> str:
     return f", {best['metric']} {best['value']:.4f}" if best else ""
 
 
+def warn_if_better(directory: Path, facts: Facts) -> None:
+    """Warn if the run has had a better epoch than that of these facts, whose checkpoint is not there."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no summary, or of a run without evaluations
+        best, found = json.loads((directory / "summary.json").read_text())["best"], facts["best"]
+        better = max if found["direction"] == "max" else min
+        if best["metric"] == found["metric"] and better(best["value"], found["value"]) != found["value"]:
+            where = (
+                f"step {best['step']} was better, {best['metric']} {best['value']:.4f}, and its checkpoint is not there"
+            )
+            warn(f"{directory}: {where}: this is the best of those that are")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code. Raises UserError."""
     flags = parse(argv)
@@ -84,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with mirror.local(flags.run, "the run at", best=flags.best) as path:
         if flags.best and path == flags.run:
             facts, tensors = checkpoint.best(path, str(flags.run), warn)
+            warn_if_better(path, facts)
         else:
             facts, tensors = checkpoint.find_checkpoint(path, str(flags.run), warn, keep_names=True)
     weights = weights_of(tensors)

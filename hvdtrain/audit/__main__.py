@@ -200,6 +200,11 @@ def audit(options: Namespace) -> int:
 
 
 def main() -> int:
+    try:
+        Path.cwd()
+    except OSError as error:
+        say(f"the working directory cannot be found ({error.strerror}): cd to one that exists")
+        return 2
     options = parse()
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: no process stays
         signal.signal(number, signal.default_int_handler)

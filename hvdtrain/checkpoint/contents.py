@@ -342,6 +342,8 @@ def load_optimizers(
     with explained():
         for optimizer, held, there in zip(optimizers, states, names, strict=True):
             here, groups = names_of(optimizer, models), []
+            if len(there) != len(here):
+                raise ValueError(f"{len(there)} parameter groups in the checkpoint, {len(here)} now")
             for mine, theirs in zip(optimizer.state_dict()["param_groups"], held["param_groups"], strict=True):
                 # Settings such as `fused` are this run's: the checkpoint may come from another kind of device.
                 own = {name: mine[name] for name in (*IMPLEMENTATION, "params", "param_names") if name in mine}

@@ -36,6 +36,7 @@ RUN_LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
 MOST_NAMED_DIFFERENCES = 3  # differences listed in one message
 # In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
 POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
+ROUNDING = ("compression", "gradient_predivide_factor", "tuning")  # flags that change the last bits of sums over ranks
 LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
 
 
@@ -61,7 +62,8 @@ def differences(
     unlike = other_flags(facts, flags, config, ranks)
     unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences
     unlike += [
-        Difference(name, there, data.get(name))
+        # Where nothing is said of the data, they have the program's name.
+        Difference("the program" if data.get(name) == flags.program else name, there, data.get(name))
         for name, there in facts["data"].items()
         if not alike(there, data.get(name))
     ]
@@ -405,6 +407,11 @@ class Resume:
         before, engine = self.facts["engine"], self.engine
         if before != engine.name and max(self.facts["world_size"], engine.size) > 1 and not engine.takes_turns:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
+        for name in ROUNDING:
+            there, here = (config.get(name) for config in (self.facts["config"], self.config))
+            if there != here and max(self.facts["world_size"], engine.size) > 1:
+                flag = f"--{name.replace('_', '-')}"
+                self.output.say(f"{flag} {here} instead of {there}: gradients may be rounded differently")
         epoch = state.epoch + (state.samples_of_epoch > 0)
         done = {"--epochs": epoch, "--steps": state.step}
         for name, there, here in self.lengthened:

@@ -141,3 +141,12 @@ def test_replicas_that_differ_end_the_run_on_every_rank(engine):
         trained(engine, "--check-steps", "2", epochs=1, batch_size=2, data=[torch.ones(20 * engine.size, 3)], loss=mean,
                 each=each)  # fmt: skip
     assert steps[-1] <= 4
+
+
+def test_another_compression_at_a_resume_is_said(engine, shared_directory, capsys):
+    """The resumed run had other bits, without a word."""
+    for epochs, flags in ((1, ()), (2, () if engine.size == 1 else ("--compression", "fp16"))):
+        capsys.readouterr()
+        trained(engine, "--output-dir", shared_directory, *flags, epochs=epochs)
+    said = "--compression fp16 instead of none: gradients may be rounded differently" in capsys.readouterr().out
+    assert said == (engine.size > 1 and engine.rank == 0)

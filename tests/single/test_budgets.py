@@ -26,10 +26,10 @@ BUDGETS = {
     # With batches by the memory of the GPUs, the loader for loops of others, virtual ranks, plots of the report, lost steps.
     # And imagenet, which opens its data and counts what cannot be read, as any program does.
     # And commands in a program's parser.
-    # And bf16 on CPUs, and a directory without a name.
-    "hvdtrain/*": 3060,
+    # And bf16 on CPUs, and a directory without a name, and a best checkpoint that is gone.
+    "hvdtrain/*": 3070,
     "hvdtrain/analysis": 460,
-    "hvdtrain/audit": 1380,  # with what the kernel tells of files under {out}, a full disk, parts of tensors, --from-step
+    "hvdtrain/audit": 1390,  # with what the kernel tells of files under {out}, a full disk, parts of tensors, --from-step
     # With one state of many ranks, numbers and tensors that a state lacks, also of what an object holds, modes of modules.
     # With what a model holds beside its state, weights set after a resume.
     # With what a program carries on in variables of its own: carried.py reads the code of its loop.
@@ -78,7 +78,7 @@ BUDGETS = {
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
     "tests/horovod_calls": 550,
-    "tests/parallel": 3230,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
+    "tests/parallel": 3240,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
@@ -88,7 +88,7 @@ BUDGETS = {
     # And what is said of each part, and what is left alone: test_carried.py.
     # And what the eleventh series of attempts found.
     # And the twelfth.
-    "tests/single": 24500,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 24560,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

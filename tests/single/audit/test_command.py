@@ -143,6 +143,17 @@ def test_what_cannot_be_run(words, said, audited, tmp_path):
     assert line.count("\n") == 1
 
 
+def test_a_working_directory_that_was_removed(audited, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, _, line = audited("--", "train.py", "{out}")
+    monkeypatch.chdir(tmp_path)
+    assert (code, line.count("\n")) == (2, 1)
+    assert "the working directory cannot be found (No such file or directory): cd to one that exists" in line
+
+
 def test_a_program_that_writes_elsewhere(server, audited):
     code, _, progress = audited("--", *program(server, "elsewhere"))
     assert code == 2

@@ -120,6 +120,19 @@ def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
     assert not torch.equal(exported["--best"]["weight"], exported[""]["weight"])
 
 
+def test_a_better_epoch_whose_checkpoint_is_gone_is_said(tmp_path, capfd):
+    program(tmp_path, patience=None, epochs=4)
+    for said in (False, True):
+        assert export.main([str(tmp_path), "--best", "--to", str(tmp_path / "weights.pt")]) == 0
+        line = (
+            f"warning: {tmp_path}: step 15 was better, score 0.9000, and its checkpoint is not there: this is the best"
+        )
+        assert (line in capfd.readouterr().err) == said
+        for path in (tmp_path / "checkpoints").glob("step-*"):
+            if checkpoint.read_facts(path)["best"]["value"] == 0.9:
+                path.unlink()
+
+
 def test_without_an_evaluation_there_is_no_best_one(tmp_path):
     (tmp_path / "never").mkdir()
     with pytest.raises(

@@ -1,11 +1,14 @@
 """A run that is resumed by a program that was changed: mapped by name, refused in one line, or said."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
+from hvdtrain import training
 from hvdtrain.engines.errors import UserError
 from tests.single.training.small import Trained, X, Y, killed
 
@@ -106,7 +109,7 @@ def adam_of_some(net):
 MATCH, ANEW = r"^the checkpoint does not match the optimizer \(.*{}.*\): make the optimizer", r"{}.*: register the same"
 OTHERS = {  # what is registered first; then, by which optimizer; and what is said
     "fewer parameters": (None, None, adam_of_some, MATCH.format("only in the checkpoint")),
-    "other groups": (None, None, groups, MATCH.format("zip")),
+    "other groups": (None, None, groups, MATCH.format("1 parameter groups in the checkpoint, 2 now")),
     "another optimizer": (None, None, lambda net: stepped(0.1)(net), MATCH.format("Adam in the checkpoint, SGD now")),
     "a setting of another form": (None, None, lambda net: type("Adam", (OneBeta,), {})(net.parameters()),
                                   MATCH.format("betas is .0.9, 0.999.")),
@@ -240,3 +243,24 @@ def test_a_buffer_of_another_shape_in_the_program_is_refused(tmp_path):
     stopped(tmp_path, lambda: make(4), sgd)
     with pytest.raises(UserError, match=r"table is \(4,\) in the file, \(5,\) in the model"):
         trained(tmp_path, lambda: make(5), sgd)
+
+
+def test_another_name_of_the_program_is_called_so(tmp_path):
+    """It was called `dataset`, of which the program says nothing."""
+    for name in ("own", "other"):
+        flags = training.parser(name, None).parse(
+            ["--engine", "serial", "--no-progress", "--output-dir", str(tmp_path)]
+        )
+        waits = (
+            contextlib.nullcontext()
+            if name == "own"
+            else pytest.raises(UserError, match="the program: own in the check")
+        )
+        with waits, training.start(flags) as run:
+            net = Twins()
+            run.prepare(net, adam(net))
+            for _ in run.epochs(1):
+                for step in run.steps(X):
+                    for (x,) in step.batches():
+                        step.backward(net(x).square().mean())
+                    step.update()
