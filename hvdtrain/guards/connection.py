@@ -47,6 +47,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket):
         connection.settimeout(SEND_SECONDS)
+        # Messages are short: without this, the kernel holds one back until the one before is acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.error: OSError | None = None  # why nothing more can be received; None also after a regular end
@@ -164,6 +165,7 @@ class Peers:
 def connect_all(engine: Engine) -> tuple[Peers, str | None]:
     """Return all ranks, connected, and None; or without connections, and why. A collective."""
     host = socket.gethostname()
+    # Containers of one host have pid namespaces of their own, where the same number is another process.
     gathered = engine.all_gather_object([host, f"{host} {processes.pid_namespace()}", os.getpid()], "hangs.peers")
     peers = [Peer(*peer) for peer in gathered]
     channels, off = connect(engine, [peer.host for peer in peers]) if engine.size > 1 else ({}, None)
@@ -221,6 +223,8 @@ def listen_for_ranks(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[st
     with contextlib.ExitStack() as failing:
         listeners: dict[str, socket.socket] = {}
         for address in dict.fromkeys(addresses.values()):
+            # All ranks connect at once. Connections beyond the backlog are dropped, and tried again after a second or
+            # more.
             listeners[address] = socket.create_server((address, 0), backlog=len(hosts) + 64)
             failing.callback(listeners[address].close)
         failing.pop_all()
@@ -277,6 +281,7 @@ def heard_hello(connection: socket.socket, key: bytes, until: float) -> int:
     connection.sendall(challenge)
     answer = receive_exactly(connection, ANSWER, until)
     number, theirs, proof = answer[:4], answer[4 : 4 + CHALLENGE], answer[4 + CHALLENGE :]
+    # "rank" and "hub" differ, so that nobody can send one side's proof back to it as its own.
     if not hmac.compare_digest(proof, hmac.digest(key, b"rank" + number + challenge + theirs, "sha256")):
         raise ConnectionError("does not know the job's secret")
     connection.sendall(hmac.digest(key, b"hub" + theirs + challenge, "sha256"))
@@ -312,6 +317,7 @@ def receive_exactly(connection: socket.socket, count: int, until: float) -> byte
     """Return `count` bytes. Raises OSError if the peer disconnects, or at the time `until` (time.monotonic)."""
     data = b""
     while len(data) < count:
+        # Set anew for each part: else a stranger that sends a byte now and then is heard for ever.
         connection.settimeout(max(0.001, until - time.monotonic()))
         if not (part := connection.recv(count - len(data))):
             raise ConnectionError("closed during the hello")

@@ -88,6 +88,7 @@ class Detector:
         limit = self.timeouts.step(self.longest)
         if self.asked_at is None:
             pause = min(ASK_SECONDS, limit / 2)
+            # In a collective, it asks early: no time helps ranks that wait in different ones.
             first = pause if self.activity.collective is not None else limit
             if self._stalled < max(first, self._ask_next):
                 return Seen()
@@ -109,6 +110,7 @@ class Detector:
     def _doubt_rank_0(self, now: float, silent: bool) -> Seen:
         """On another rank: end the job if rank 0, which decides first if it can, does not answer."""
         limit, stopped = self.timeouts.step(self.longest), self.peers.is_stopped(0)
+        # Rank 0 decides first, if it can: it knows where all ranks are.
         late = 0.0 if stopped else 2 * self.reply
         if self.asked_at is None:
             if self._stalled < max(limit + late, self._ask_next):

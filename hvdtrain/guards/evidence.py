@@ -70,8 +70,7 @@ def shown_frames(stack: Stack, guest: bool = False) -> str:
 class Work:
     """Evidence of work by this process since the last call of `seen`.
 
-    Counted are the program's threads (Python's, without daemons: those of Horovod, MPI and ours run while the program
-    hangs) and its child processes.
+    Counted are the program's threads, Python's without daemons, and its child processes.
     """
 
     def __init__(self) -> None:
@@ -103,6 +102,7 @@ def threads_and_children() -> Iterator[str]:
     for thread in threading.enumerate():
         # Trap: in a forked rank, the main thread's native_id is still that of its parent.
         number = os.getpid() if thread is threading.main_thread() else thread.native_id
+        # Daemons are left out: those of Horovod, MPI and the watch run while the program hangs.
         if not thread.daemon and number is not None:
             yield f"self/task/{number}"
     yield from map(str, processes.descendants(os.getpid()))
@@ -132,8 +132,7 @@ class Starvation:
     def seconds(self) -> float:
         """Return the time since `reset`, in seconds, summed over threads.
 
-        A thread counts if it is ready to run and gets few time slices. MPI's busy-wait loops do not count: there may be more
-        of them than cores, but each yields and soon runs again.
+        A thread counts if it is ready to run and gets few time slices.
         """
         now, mine = time.monotonic(), threading.get_native_id()
         elapsed = now - self._counted_at
@@ -142,6 +141,8 @@ class Starvation:
         }
         for thread, (running, _, slices) in turns.items():
             before, state = self._turns.get(thread), processes.stat(f"self/task/{thread}")
+            # MPI's busy-wait loops get many slices: there may be more of them than cores, but each yields, and soon
+            # runs again.
             if before and state and state.state == "R" and 0 < slices < before.slices + MOST_TURNS * elapsed:
                 self._seconds += elapsed - (running - before.cpu_seconds)
         self._counted_at, self._turns = now, turns

@@ -94,10 +94,10 @@ class Verdict(NamedTuple):
 def different_collectives(reports: Mapping[int, Report], names: Sequence[str]) -> str | None:
     """Return the headline if ranks wait that have called different collectives at the same place in their order.
 
-    All ranks call the same ones in the same order, so these wait for ever, however long each may wait. On a GPU, one rank
-    may be in its 12th call while another is in its 10th: what both have called as their 10th is compared.
+    All ranks call the same ones in the same order, so these wait for ever, however long each may wait.
     """
     waiting = {rank: report for rank, report in sorted(reports.items()) if report.collective is not None}
+    # On a GPU, one rank may be in its 12th call while another is in its 10th. What both called as their 10th is compared.
     place = min((report.calls for report in waiting.values()), default=0)
     first: dict[str, int] = {}  # collective at this place -> rank
     for rank, report in waiting.items():

@@ -52,10 +52,7 @@ class Starting:
 
 @contextlib.contextmanager
 def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exit) -> Iterator[Starting]:
-    """Context manager that ends this process if the block exceeds the time limit of start-up. Prints a warning before.
-
-    Time for which the process was suspended does not count.
-    """
+    """Context manager that ends this process if the block exceeds the time limit of start-up. Prints a warning before."""
     stop()  # of a training before this one
     starting, over = Starting(), threading.Event()
     limit = timeouts.start_up()
@@ -67,6 +64,7 @@ def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exi
             rank = 0
         me, seconds, said = f"rank {rank} on {socket.gethostname()}", 0.0, False
         while not over.wait(LIMIT_CHECK_SECONDS):
+            # Counted by turns of this loop, not by a clock: time for which the process was suspended is none.
             seconds += LIMIT_CHECK_SECONDS
             if seconds >= limit + RANK_ZERO_LEAD * (rank > 0):
                 say_within(f"hvdtrain: error: {me} {starting.where()}; start-up did not finish within {limit:.0f} s\n")
@@ -125,6 +123,7 @@ class Leaving:
     def look(self, elapsed: float) -> None:
         """Check this process, `elapsed` seconds after the last time. Ends it if its time is over."""
         self.idle = 0.0 if self._work.seen() or self.suspended else self.idle + elapsed
+        # The interpreter marks the main thread as ended before it waits for other threads and runs its exit handlers.
         exits = not threading.main_thread().is_alive() and not others()
         counts = (exits or self.disconnects) and not self.suspended
         self.exiting = self.exiting + elapsed if counts else 0.0

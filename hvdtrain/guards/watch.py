@@ -76,11 +76,9 @@ class Appointment:
         self._agreed = threading.Event()
 
     def make(self, step: int) -> None:
-        """On rank 0, before it takes part in `step`: tell all ranks. `wait` before the end of that step.
-
-        No rank can finish a step without rank 0, so no rank can miss it.
-        """
+        """On rank 0, before it takes part in `step`: tell all ranks. `wait` before the end of that step."""
         self._agreed.clear()
+        # No rank can finish a step without rank 0, which has not taken part in this one yet: so none can miss it.
         self._ignorant = set(self._watch.peers.channels)
         self.step = step
         self._watch.peers.send_all("appoint", self.what, step, self._watch.stop_reason)
@@ -128,6 +126,7 @@ class Watch:
         if not self.settings.guest:
             self.launchers = processes.launchers()
             heard = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} - _ignored
+            # A SIGTERM that follows SIGCONT is mpirun's, which will not answer MPI_Finalize any more.
             if announced().launcher == OPEN_MPI_NAME and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
                 heard.add(signal.SIGCONT)
             self.signals.listen(heard)
@@ -242,6 +241,7 @@ class Watch:
             number = signal.Signals(heard)
             self._killed |= number == signal.SIGTERM and now < self._continued_at + KILL_SECONDS
             self._interrupts += number == signal.SIGINT
+            # The first Ctrl-C asks to save and stop. Who presses it again does not wait for that.
             if self._interrupts > 1:
                 self.settings.leave(130)
             if self.peers.has_left(0):
@@ -356,12 +356,11 @@ class Watch:
             within(WRITE_SECONDS, lambda: write_collectives(directory, self.rank))
 
     def _kill_silent(self) -> None:
-        """Under torchrun, which waits 30 s until a rank obeys SIGTERM, kill the ranks of this host that did not answer.
-
-        Their connections are still open, so their pids are valid. Other launchers wait for seconds only.
-        """
+        """Under torchrun, kill the ranks of this host that did not answer."""
         if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
             return
+        # torchrun waits 30 s until a rank obeys SIGTERM, others for seconds only. An open connection says that the pid
+        # is still its.
         for rank in set(self.peers.channels) - set(self.detector.reports):
             if self.peers.is_here(rank):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
