@@ -84,14 +84,14 @@ def end_with(error: UserError | Failure) -> NoReturn:
 def say_error(error: UserError | Failure, script: str) -> None:
     """Print `error` in one line, prefixed with `script`.
 
-    Rank 0 prints at once. The other ranks wait for LINGER_SECONDS first: mpirun ends the job when the first rank fails, and
-    would kill rank 0 before it has printed its error. They print only errors that rank 0 may not have.
+    Rank 0 prints at once. The other ranks wait for LINGER_SECONDS first, and print only errors that rank 0 may not have.
     """
     try:
         rank = announced().rank
     except UserError:
         rank = 0
     if rank != 0:
+        # mpirun ends the job when the first rank fails, and would kill rank 0 before it has printed its error.
         time.sleep(LINGER_SECONDS)
         script += f": rank {rank} on {socket.gethostname()}"
     if rank == 0 or not error.everywhere:

@@ -39,6 +39,7 @@ class Request(NamedTuple):
 
 def fork_request(words: list[str], environment: Mapping[str, str], *, proxy: bool) -> Request:
     """Return a request for a rank with the state of this process."""
+    # A process can only read its umask by setting another one.
     umask = os.umask(0)
     os.umask(umask)
     ignored = [int(number) for number in HANDED_ON if signal.getsignal(number) == signal.SIG_IGN]

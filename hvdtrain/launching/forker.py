@@ -120,6 +120,7 @@ def listen_for_requests() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # An abstract socket leaves no file behind. Only the same user may connect (`receive`).
     listener.bind(f"\0hvdtrain-{os.getpid()}-{os.urandom(8).hex()}")
+    # The ranks of a host ask at once.
     listener.listen(4096)
     return listener
 
@@ -250,6 +251,7 @@ def fork(
 def receive(connection: socket.socket, streams: list[int]) -> Request:
     """Return a request, and add its standard streams to `streams`. Raises OSError, ValueError or TypeError."""
     connection.settimeout(FORK_REQUEST_SECONDS)
+    # The name of an abstract socket is in /proc/net/unix, and has no file rights: every user of the host can connect.
     if peer(connection)[1] != os.geteuid():
         raise PermissionError("another user")
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
@@ -393,13 +395,14 @@ def _check(allowed: int, what: str) -> None:
 
 
 def _keeps_cuda_from_ranks() -> bool:
-    """Return whether a rank that is forked now could not use this host's GPUs. Only a forked process is told."""
+    """Return whether a rank that is forked now could not use this host's GPUs."""
     import torch
 
     from hvdtrain.engines import gpu
 
     if not gpu.gpus_here(os.environ):
         return False
+    # torch notes that CUDA was in use in a handler of fork, which only the child runs.
     if (pid := os.fork()) == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     return os.waitpid(pid, 0)[1] != 0

@@ -72,9 +72,6 @@ def limited(seconds: float, message: str, late: float = 0.0) -> Iterator[None]:
     """Context manager that ends this process, with a message and a traceback, if the block takes longer; 0: no limit.
 
     late: seconds that are added, so that another process speaks first.
-    A Python thread cannot run while a library is loaded, which holds the GIL. faulthandler's thread, which prints the
-    traceback and ends the process, needs no GIL. If nobody reads the output, it waits for ever: then the kernel ends the
-    process, by SIGALRM.
     """
     if not seconds:
         yield
@@ -93,8 +90,11 @@ def limited(seconds: float, message: str, late: float = 0.0) -> Iterator[None]:
 
     thread = threading.Thread(target=warn, name="import", daemon=True)
     thread.start()
+    # No Python thread runs while a library is loaded, which holds the GIL. That of faulthandler is written in C, and
+    # needs none.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # sys.stderr is not a file
         faulthandler.dump_traceback_later(seconds + late + AFTER_MESSAGE, exit=True)
+    # If nobody reads the output, faulthandler waits for ever. Then the kernel ends the process, by SIGALRM.
     own = signal.setitimer(signal.ITIMER_REAL, seconds + late + 3 * AFTER_MESSAGE)  # of the program
     try:
         yield

@@ -304,17 +304,17 @@ class Rendezvous(socketserver.ThreadingTCPServer):
     sockets for each other rank, one after the other. GET /scope/addresses_of_RANK_of_SIZE is answered when all SIZE ranks
     have done so, with the addresses meant for RANK; or with nothing after SELECTION_SECONDS.
 
-    Horovod's own server has no such answer, so that each rank asks for each other rank: 3,000 requests of 24 ranks.
 
-    The protocol has no authentication, and who can store addresses can misdirect the ranks. Therefore each path begins with
-    a token of the job's secret (see `rendezvous.Server`), and connections that have not named it are limited. The server
-    listens on one address only, stores only addresses, and does not use pickle.
+    The protocol has no authentication. Therefore each path begins with a token of the job's secret (see
+    `rendezvous.Server`), and connections that have not named it are limited. The server listens on one address only, stores
+    only addresses, and does not use pickle.
 
     port: 0 for any free port. Raises OSError if `address` cannot be bound.
     """
 
     allow_reuse_address = daemon_threads = True
     block_on_close = False
+    # Python's default is 5. The kernel drops the others of a large job, and each comes again after a second or more.
     request_queue_size = BACKLOG
 
     def __init__(self, address: str, port: int, secret: str):
@@ -331,6 +331,7 @@ class Rendezvous(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Hear a caller in a thread. `Caller` gives its place free, once it has named the token or is gone."""
+        # Each connection takes an open file of rank 0's process, in which the server may run: strangers could take all.
         self.strangers.acquire()
         super().process_request(request, client_address)
 
@@ -368,6 +369,7 @@ class Rendezvous(socketserver.ThreadingTCPServer):
                 complete = self._complete.setdefault((scope, size), complete)
             else:
                 complete.set()
+        # Horovod's own server has no such answer. Each rank asks it for each other one: 3,000 requests of 24 ranks.
         complete.wait(SELECTION_SECONDS)
         values, parts = self.get(scope), []
         for other in (other for other in range(size) if other != rank):
@@ -390,6 +392,7 @@ class Caller(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Execute a request of any method."""
         prefix = self.server.server.prefix
+        # Who can store addresses can misdirect the ranks, and every user of the host can connect.
         if not hmac.compare_digest(self.path[: len(prefix)].encode("latin-1"), prefix.encode()):
             self._send(403)
             # Closing a socket with something unread would take the answer away. A large value is not read to its end.

@@ -66,6 +66,7 @@ class Turns(NamedTuple):
 def stat(which: int | str) -> Stat | None:
     """Return the state of a process, or of a thread ("PID/task/TID"); None if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
+        # The second field, the name of the command, may have spaces and parentheses: the last ")" ends it.
         # From the third field of proc(5) on. Trap: the kernel closes connections while the state is still R.
         fields = (PROC / str(which) / "stat").read_text().rpartition(")")[2].split()
         state = "X" if int(fields[6]) & 4 else fields[0]  # PF_EXITING
@@ -148,9 +149,10 @@ def prctl(option: int, value: int) -> None:
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send the signal to this process when the thread of `parent` that started it ends. If that has
-    happened already, exit."""
+    """Have the kernel send the signal to this process when the thread of `parent` that started it ends. If it has ended
+    already, exit."""
     prctl(PR_SET_PDEATHSIG, number)
+    # The parent may have ended before prctl, and the kernel sends nothing for that.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -30,18 +30,19 @@ def first_few(late: Sequence[object]) -> str:
 
 
 def own_address_towards(host: str) -> str:
-    """Return the local IPv4 address used to reach `host`. Connecting a UDP socket sends nothing. Raises OSError."""
+    """Return the local IPv4 address used to reach `host`. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # To connect a UDP socket sends nothing: the kernel only chooses the route, and with it the address.
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def require_free_ports() -> None:
-    """Raise UserError if this host has no ports left for connections: torch would try again for two minutes, and blame the
-    other ranks."""
+    """Raise UserError if this host has no ports left for connections."""
     with contextlib.ExitStack() as held:
         try:
             for _ in range(PORTS):
+                # Without a free port, torch tries again for two minutes, and blames the other ranks.
                 held.enter_context(socket.socket()).bind(("", 0))
         except OSError as error:
             remedy = "end what holds them (ss -tan), or widen net.ipv4.ip_local_port_range"
@@ -131,17 +132,16 @@ def server_request(
 
 
 def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first host of this job step, and a port derived from the job ID. Raises UserError.
-
-    Slurm writes `a[1,3-4],b`. In a container there is no `scontrol` to expand that.
-    """
+    """Return the first host of this job step, and a port derived from the job ID. Raises UserError."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
     number = environment.get("SLURM_JOB_ID", "0")
     if not re.fullmatch("[0-9]{1,20}", number):
         raise UserError(f"SLURM_JOB_ID={number[:40]!r} is not a number: set MASTER_ADDR and MASTER_PORT")
+    # Slurm writes `a[1,3-4],b`. In a container there is no `scontrol` to expand that.
     first = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", nodes).split(",")[0].strip()
     if not first:
         raise UserError("Slurm names no host (SLURM_JOB_NODELIST is empty): set MASTER_ADDR and MASTER_PORT")
+    # All tasks compute this port without asking each other, and two jobs of a host seldom have the same.
     return first, 20_000 + int(number) % 10_000
 
 
@@ -151,9 +151,9 @@ def slurm_meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
 def job_secret(environment: Mapping[str, str], size: int) -> str:
     """Return the secret of a job of `size` starters. Raises UserError if they could not all know it.
 
-    It is in the environment, or else in a file of this user's cache, which hosts that share the home directory share. Not on
-    a command line, which every user of a host can read.
+    It is in the environment, or else in a file of this user's cache, which hosts that share the home directory share.
     """
+    # Not from the command line, which every user of a host can read.
     if given := environment.get(SECRET_VARIABLE):
         if len(given) < SHORTEST:
             raise UserError(f"{SECRET_VARIABLE} has {len(given)} characters, which can be guessed: {SECRET_REMEDY}")
@@ -172,6 +172,7 @@ def job_secret(environment: Mapping[str, str], size: int) -> str:
     try:
         with contextlib.suppress(FileNotFoundError):
             return read_secret(path)
+        # A hard link appears with its whole content, or fails where one is there: all processes read the same secret.
         own = path.with_name(f".secret.{os.getpid()}-{secrets.token_hex(4)}{atomic.PARTIAL}")
         with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))

@@ -78,10 +78,8 @@ def freeze() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed (`>&-`).
-
-    The next file that is opened would take the number of the closed one, and receive what libraries print.
-    """
+    """Open /dev/null in place of standard streams that are closed (`>&-`)."""
+    # The next file that is opened would take the number of a closed stream, and receive what libraries print.
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
         os.set_inheritable(descriptor, True)

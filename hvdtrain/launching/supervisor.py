@@ -151,6 +151,7 @@ class Supervisor:
 
     def _hear_signals(self) -> None:
         for number in self._signals.received():
+            # Ranks are process groups of their own, in the background of the terminal, which Ctrl-Z does not reach.
             if number == signal.SIGTSTP:  # Ctrl-Z
                 self._send_all(signal.SIGSTOP)
                 os.kill(os.getpid(), signal.SIGSTOP)
