@@ -146,12 +146,14 @@ class Loader(Input):
             if of_worker and compared_in_rank(self._given, self._seed, planned.indices.tolist(), all_of_them=True):
                 lines.warn_once(f"the rank can read the samples that a DataLoader worker could not: {OF_MAIN}")
             raise
+        # Ended at once: where Python's garbage collector ends workers, with their queues, torch waits for five seconds.
         if self._jobs.are_done():
             self._batches = None
         if fetched.drifted and self._keeps:
             lines.warn_once(f"{fetched.drifted} changes when samples are read: {DRIFTS}")
         count = min(planned.local_count, fetched.samples)
         data = fetched.batch if fetched.samples else self._filler(planned)
+        # Fewer samples than planned: the mean over them counts for so many less in the step's mean.
         weight = planned.weight * count / planned.local_count if count < planned.local_count else planned.weight
         return Batch(self._copies.to_device(data), planned.indices, count, weight, planned.first)
 
@@ -187,8 +189,7 @@ class Jobs:
         self._ended = True
 
     def are_done(self) -> bool:
-        """Note that one more is done. Return whether these are all, so that workers can be ended at once: where Python's
-        garbage collector ends them, with their queues, torch waits for five seconds."""
+        """Note that one more is done. Return whether these are all, so that workers can be ended at once."""
         self._open -= 1
         return self._ended and not self._open
 
@@ -283,11 +284,10 @@ def fetched_by(batches: Iterator[Any]) -> Fetched:
 def compared_in_rank(
     given: DataLoader[Any], seed: int, numbers: Sequence[int], *, all_of_them: bool = False
 ) -> Compared:
-    """Return what the rank itself reads of these samples; nothing if it cannot. all_of_them: however long it takes.
-
-    Of a copy, as workers get it: what the data set opens in the rank must not go to the workers of the next epoch.
-    """
+    """Return what the rank itself reads of these samples; nothing if it cannot. all_of_them: however long it takes."""
     try:
+        # Of a copy, as workers get it: what the data set opens in the rank must not go to the workers of the next
+        # epoch.
         samples: Samples = reduction.ForkingPickler.loads(reduction.ForkingPickler.dumps(Samples(given, seed)))
         with kept():
             if all_of_them:
@@ -317,6 +317,7 @@ def plain_attributes(dataset: object) -> dict[str, Any]:
 def warn_of_change(sent: Mapping[str, Any], dataset: object) -> None:
     """Warn if a data set has changed since its persistent workers were started. A resumed run would have new ones."""
     for name, now in plain_attributes(dataset).items():
+        # By `repr`, because NaN is not equal to itself.
         if repr(sent.get(name)) != repr(now):
             message = f"{name} of the data set is {now} now, and {sent.get(name)} in its workers"
             lines.warn_once(f"{message}, until a resume: leave persistent_workers out")

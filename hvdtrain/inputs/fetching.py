@@ -77,6 +77,7 @@ class Samples(Travels, Dataset[Any]):
             self.samples(epoch, [number])
             after = global_state()
             self._seed(epoch, [number], as_list=takes_lists(self.dataset))
+            # Read and seeded again: if the states differ now, reading has drawn from the generators.
             return global_state() != after
 
     def own_state(self) -> dict[str, Any]:
@@ -108,10 +109,8 @@ class Samples(Travels, Dataset[Any]):
 
 
 def takes_lists(dataset: Any) -> bool:
-    """Return whether torch's DataLoader asks this data set for a list of indices, with `__getitems__`.
-
-    Those of torch's own classes only pass the list on: if nothing below takes lists, the samples are the same one by one.
-    """
+    """Return whether torch's DataLoader asks this data set for a list of indices, with `__getitems__`."""
+    # torch's own classes only pass the list on. If nothing below takes lists, samples are the same one by one.
     if type(dataset) is Subset:
         return takes_lists(dataset.dataset)
     if type(dataset) is StackDataset:
@@ -140,6 +139,7 @@ def samples_in(batch: Any, samples: Any, asked: int) -> int:
     if len(lengths) != 1 or (isinstance(batch, list) and len(batch) == asked):
         return asked
     tensors = [part for part in parts_of_batch(batch) if isinstance(part, torch.Tensor)]
+    # Recurrent layers take the batch second: the first length of such a tensor is that of the sequences.
     by_time = tensors and all(part.ndim > 1 and part.shape[1] == asked for part in tensors)  # [time, batch, ...]
     if by_time and not all(shapes_in(sample) & {tuple(part.shape[1:]) for part in tensors} for sample in samples):
         return asked

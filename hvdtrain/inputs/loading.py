@@ -33,14 +33,15 @@ def start_workers_early(preload: Sequence[str] = IMAGE_MODULES) -> None:
     """Start the fork server of the DataLoader workers, with the modules in `preload` and the rank's program imported. If
     possible, call it before the engine starts.
 
-    A rank must not fork while MPI or NCCL are running: the child inherits locks that are never released and, with
-    InfiniBand, the parent's registered pages become copy-on-write, so that it sends old data. The fork server is started
-    by exec and has no such state. Since it has already imported torch, it forks a worker within hundredths of a second.
+    With InfiniBand, a fork of the rank itself would also send old data. The fork server is started by exec, and has none of
+    the rank's state. Since it has already imported torch, it forks a worker within hundredths of a second.
     """
     leftovers.sweep_leftovers()
     leftovers.claim()
     if main_cannot_be_imported():  # Python would try it, in each worker
         vars(sys.modules["__main__"]).pop("__file__", None)
+    # A rank must not fork while MPI or NCCL run: the child has locks that nobody releases, and registered pages become
+    # copy-on-write.
     context = multiprocessing.get_context("forkserver")
     # The second name is no module. torch: a notebook has no program that would import it.
     context.set_forkserver_preload(["hvdtrain.inputs.fork_server", fork_server.wanted([*preload, "torch"])])
@@ -64,9 +65,10 @@ def _end_workers() -> None:
 def end_workers() -> None:
     """End the workers of iterators that were not read to their end, as where a training has failed.
 
-    The garbage collector would find these later, in a process that goes on. It closes their queues first, so that torch
-    waits ten seconds for each worker, and leaves them running, because they ignore its SIGTERM.
+    The garbage collector would find these later, in a process that goes on.
     """
+    # The garbage collector closes the queues first: torch then waits ten seconds for each worker, which ignores its
+    # SIGTERM.
     for batches in [each for each in _begun if not each._shutdown]:
         for worker in batches._workers:
             worker.terminate = worker.kill  # type: ignore[method-assign] # they ignore SIGTERM

@@ -3,8 +3,8 @@
 Workers are not forked by the rank (`loading.start_workers_early`), so the data set is pickled. Three things are different
 from multiprocessing's pickles:
 
-- torch sends a file descriptor for each tensor, of which 253 fit. Here, arrays and small tensors travel in one block of
-  memory, which the workers map, each with changes of its own. Large tensors are shared by torch, which copies them once.
+- Arrays and small tensors travel in one block of memory, which the workers map, each with changes of its own. Large tensors
+  are shared by torch, which copies them once.
 - Functions and classes that the workers cannot import, because they stand in a function, a notebook or a program from
   standard input, travel by value (cloudpickle, if it is installed).
 - An array that is mapped from a file is mapped from it again.
@@ -116,6 +116,7 @@ def _reduced(what: Any, memories: dict[int, Memory], shared: set[int]) -> Any:
         if what.device.type != "cpu" or what.layout is not torch.strided or unusual:
             return NotImplemented
         storage = what.untyped_storage()
+        # torch sends a file descriptor for each shared memory, and 253 fit into one message.
         if storage.is_shared() or (storage.nbytes() >= LARGE and len(shared) < MOST_SHARED):
             storage.share_memory_()
             shared.add(storage.data_ptr())
@@ -161,6 +162,7 @@ def unpacked_sample(content: bytes, lengths: list[int], block: Any) -> Any:
     parts, begin = [], 0
     if block is not None:
         with os.fdopen(block.detach(), "rb") as file:
+            # Private, so that a worker may change its data set, as after a fork, and no other worker sees that.
             own = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         for length in lengths:
             parts.append(memoryview(own)[begin : begin + length])

@@ -87,8 +87,7 @@ def steps_of_batches(batches: Sequence[Tensor], rank: int, size: int, per_step: 
     """Yield this rank's part of each step through `batches` of indices, each int64 [b]. A batch stays whole on one rank.
 
     A step takes `per_step` batches, in as many passes as needed. In each, rank r takes the batch with number r. As with
-    `steps`, the weight of a batch follows from its samples. A rank without one repeats the pass's first batch with weight 0:
-    batch norm and deviations, which the author's batches are large enough for, may need more than one sample.
+    `steps`, the weight of a batch follows from its samples. A rank without one repeats the pass's first batch with weight 0.
     """
     for start in range(0, len(batches), per_step):
         those = batches[start : start + per_step]
@@ -96,6 +95,7 @@ def steps_of_batches(batches: Sequence[Tensor], rank: int, size: int, per_step: 
         passes = []
         for number in range(0, len(those), size):
             together = those[number : number + size]
+            # A whole batch again, not one sample: batch norm and deviations may need more than one.
             mine = together[rank] if rank < len(together) else together[0]
             local_count = len(mine) if rank < len(together) else 0
             lengths = [len(batch) for batch in together]

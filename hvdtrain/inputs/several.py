@@ -47,6 +47,8 @@ def of_other(plan: Plan, part: LoaderPart, position: int, seed: int) -> Iterator
                     taken.append(order(current)[first : first + missing])
                     at, missing = at + len(taken[-1]), missing - len(taken[-1])
                 groups = torch.cat(taken).view(-1, ratio)  # one for each sample of the first data set in this pass
+                # Each rank takes the same share of both data sets, so that one weight holds for the sum of their
+                # losses.
                 mine = groups[rank :: plan.size] if batch.local_count else groups[:1]
                 yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
         position = at

@@ -76,6 +76,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
                 generator.manual_seed((seed + 1 + index) % 2**64)
     random.seed(seed)
     if "numpy" in sys.modules:  # otherwise it is not used
+        # numpy takes 32 bits.
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
@@ -113,7 +114,7 @@ def steps(
     pass the remaining part of its order.
 
     If the last pass has no sample for a rank, the rank repeats the pass's first sample with weight 0. It takes part in every
-    collective, and contributes nothing. (An empty batch would fail in batch norm.)
+    collective, and contributes nothing.
     """
     n = len(order)
     per_pass = batch_size * size
@@ -126,6 +127,7 @@ def steps(
             indices = together[rank::size]  # as `shard`
             local_count = len(indices)
             if local_count == 0:
+                # Batch norm would fail with an empty batch.
                 indices = order[start : start + 1]
             before = rank * (len(together) // size) + min(rank, len(together) % size) if local_count else 0
             passes.append(PlannedBatch(indices, local_count * size / count, local_count, len(together), before))
