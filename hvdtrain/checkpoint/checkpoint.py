@@ -45,6 +45,7 @@ def name_of(step: int) -> str:
 def checkpoint_digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the facts and of each tensor's name, dtype, shape and bytes."""
     total = hashlib.sha256(facts.encode())
+    # Sorted, because a file of safetensors does not keep the order of its tensors.
     for name, tensor in sorted(tensors.items()):
         total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -78,6 +79,7 @@ def require_readable(facts: Facts, tensors: Mapping[str, Tensor]) -> None:
             f"a checkpoint would hold {len(tensors):,} tensors, and one of more than {MOST_TENSORS:,} cannot be read"
         )
         raise UserError(f"{message}: let state_dict() stack small ones, torch.stack(tensors)")
+    # In the header, a tensor takes up to some 200 bytes: its name, type, shape and place.
     size = len(json.dumps(facts)) + 200 * len(tensors)
     if size > MOST_HEADER_BYTES:
         message = f"flags and data would take {size:,} bytes in a checkpoint"
@@ -153,6 +155,7 @@ def read_checkpoint(path: Path) -> tuple[Facts, dict[str, Tensor]]:
     except KeyError as error:
         raise Damaged(f"it has no {error} in its header") from error
     except Exception as error:  # SafetensorError, or several of torch's exceptions for unknown dtypes
+        # A sound file must not count as damaged: it would be renamed, and training would begin from an older one.
         if lacks_memory(error):
             remedy = "free some, or use a host with more; nothing was changed"
             raise Failure(f"checkpoint {path} cannot be read: not enough memory: {remedy}") from error
@@ -197,6 +200,7 @@ def newest(
                 break
             if own.exists():
                 raise Damaged(f"it is a copy of {own.name}")
+            # A copy under the name of a later step would be the newest for ever.
             path.rename(own)
             warn(f"checkpoint {path} is of another step: renamed to {own.name}")
             return newest(directory, warn)
@@ -227,10 +231,7 @@ def newest(
 
 
 def name_of_checkpoint(facts: Facts, name: str) -> str:
-    """Return the name of the checkpoint with these facts. name: that of its file, if they have no step.
-
-    One that was copied under the name of a later step would be the newest for ever.
-    """
+    """Return the name of the checkpoint with these facts. name: that of its file, if they have no step."""
     try:
         return name_of(facts["state"]["step"])
     except (KeyError, TypeError, ValueError):

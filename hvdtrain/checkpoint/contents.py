@@ -43,10 +43,7 @@ class ObjectStates(NamedTuple):
 
 
 def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-    """Return contiguous copies of `tensors` on the CPU. heartbeat: called after each.
-
-    Those of an accelerator are copied to pinned memory one after the other, and the host waits once.
-    """
+    """Return contiguous copies of `tensors` on the CPU, those of an accelerator pinned. heartbeat: called after each."""
     copies = {}
     away = None
     for name, tensor in tensors.items():
@@ -55,6 +52,8 @@ def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lamb
         else:
             away = tensor.device
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            # All copies are queued, and the host waits for them once: from memory that is not pinned, it would wait for
+            # each.
             copies[name].copy_(tensor.detach(), non_blocking=True)
         heartbeat()
     if away is not None:
@@ -123,10 +122,11 @@ def require_storable(tensors: Mapping[str, Tensor]) -> None:
 
 @functools.cache
 def is_stored(dtype: torch.dtype) -> bool:
-    """Return whether a file of safetensors holds such tensors. It raises errors of many kinds for others."""
+    """Return whether a file of safetensors holds such tensors."""
     import safetensors.torch
 
     try:
+        # Tried, because safetensors tells by errors of many kinds which types it does not hold.
         return safetensors.torch.load(safetensors.torch.save({"it": torch.empty(1, dtype=dtype)}))["it"].dtype is dtype
     except Exception:
         return False
@@ -263,6 +263,7 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     memory for the state of another one, or its class loads it in a way of its own and cannot be copied."""
     if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
         return None
+    # Not made by its constructor, of which only the program knows the arguments.
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     twin.state = defaultdict(dict)
@@ -353,6 +354,8 @@ def load_optimizers(
                     where = "now" if unlike[0] in one else "in the checkpoint"
                     raise ValueError(f"parameter group {number} has {unlike[0]} only {where}")
             place = {name: number for number, name in enumerate(chain.from_iterable(here))}
+            # torch counts parameters in the order of the groups, which may be another one now: names say which is
+            # which.
             moved = {number: place[name] for number, name in enumerate(chain.from_iterable(there))}
             state = {moved.get(key, key): value for key, value in held["state"].items()}
             load_exactly(optimizer, {"state": state, "param_groups": groups})

@@ -123,6 +123,8 @@ class Remote:
 
     def require_writer(self) -> None:
         """Raise UserError if another run has begun to write there."""
+        # Object stores have no locks. Of two runs with one URL, the one that began first finds another writer here, and
+        # ends.
         if self._manifest()[1] != self._writer:
             raise UserError(f"--mirror {self.url}: another run writes there now: name another --mirror for one of them")
 
@@ -150,6 +152,7 @@ class Remote:
         if self.checkpoints.pop(path.name, None) is not None:  # another attempt has written this step
             self._write()
         self._fs.put_file(os.fspath(path), self._path(CHECKPOINTS, path.name))
+        # A store may have lost a part. What counts is what can be read there.
         with self._open(CHECKPOINTS, path.name) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise Differs(f"{path.name} is not there what it is here")
@@ -168,6 +171,7 @@ class Remote:
         """Remove what the manifest does not name: checkpoints and temporary files, as of writers that were killed."""
         for folder in ([], [CHECKPOINTS]):
             with contextlib.suppress(FileNotFoundError):  # an object store has no directory without an object
+                # Nobody else removes what writers that were killed have left.
                 for path in self._fs.ls(self._path(*folder), detail=False):
                     name = path.rpartition("/")[2]
                     unnamed = (
@@ -352,6 +356,7 @@ class Mirror:
         # First: a checkpoint without a record would be of an unknown run.
         for record in filter(self._is_new, (self._flags.output_dir / METRICS, self._flags.output_dir / SUMMARY)):
             state, content = size_and_time(record), files.read_bytes(record)
+            # The run appends meanwhile: its last line may be half there.
             remote.put_small(record.name, content[: content.rfind(b"\n") + 1])
             self._copied[record.name] = state
         while (new := next(filter(self._is_new, checkpoint.checkpoints_in(directory)), None)) is not None:

@@ -254,7 +254,8 @@ class Buffers(Provider):
 
 
 def mean(values: Sequence[Tensor]) -> Tensor:
-    """Return the mean of tensors of one shape. Equal ones keep their bits: their sum would be rounded."""
+    """Return the mean of tensors of one shape. Equal ones keep their bits."""
+    # The sum of equal numbers is rounded: their mean may have other bits.
     if all(torch.equal(value, values[0]) for value in values):
         return values[0]
     return torch.stack(list(values)).to(torch.promote_types(values[0].dtype, torch.float32)).mean(0)
@@ -457,6 +458,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         for chunk in chunks(values, limit):
             bits = chunk.view(kind)
             places = positions[: len(bits)] if done == 0 else positions[: len(bits)] + done
+            # Overflows of int64 wrap around: the sum modulo 2^64 does not depend on the order of addition.
             of_chunks.append((bits * places).sum())
             done += len(bits)
         sums.append(of_chunks[0] if len(of_chunks) == 1 else torch.stack(of_chunks).sum())

@@ -27,6 +27,7 @@ GLOBAL = "global "  # prefix; with a space, so that no name in `Run.register` ha
 def is_generator(what: object) -> bool:
     """Return whether `what` is a generator of torch, Python or numpy whose state can be saved."""
     if isinstance(what, (torch.Generator, random.Random)):
+        # Those numbers come from the kernel, and have no state.
         return not isinstance(what, random.SystemRandom)
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(what, (numpy.random.Generator, numpy.random.RandomState))
@@ -58,6 +59,7 @@ def set_state(generator: Any, state: Any) -> None:
         bits = generator.bit_generator
         bits.state = {name: value for name, value in state.items() if name != SPAWNED}
         if (count := state.get(SPAWNED, 0)) and (more := count - bits.seed_seq.n_children_spawned) > 0:
+            # numpy's count of spawned generators can only be moved by spawning.
             bits.seed_seq.spawn(more)
 
 
@@ -137,6 +139,7 @@ class Generators(Provider):
         if pair is None:  # on every rank
             return None
         names = engine.broadcast_object(sorted(self._all()), "generators.names")
+        # 15 hexadecimal digits are 60 bits: an int64, also with the other sign.
         hashes = [int(digest_of_values(states.get(name))[:15], 16) for states in pair for name in names]
         largest = torch.tensor([hashes, [-one for one in hashes]])
         engine.all_reduce_(largest, "max", "generators.alike")
@@ -181,6 +184,7 @@ def reseed(generator: object, seed: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(seed)
     elif numpy is not None and isinstance(generator, numpy.random.Generator):
+        # A Generator of numpy cannot be seeded again: it takes the state of a new one.
         kind = type(generator.bit_generator)
         generator.bit_generator.state = kind(seed).state
     elif numpy is not None and isinstance(generator, numpy.random.RandomState):

@@ -31,7 +31,9 @@ from hvdtrain.output.run_output import RunOutput
 if TYPE_CHECKING:
     from hvdtrain.engines.lock import Lock
 
+# A path may have 4,096 bytes. It is tried with this name at the start, not at the first checkpoint.
 LONGEST_NAME = "x" * 100  # longer than the names of temporary files
+# More than library_settings.ABORT_DELAY: as mpirun was killed, a rank of the run before may still save for so long.
 RUN_LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
 MOST_NAMED_DIFFERENCES = 3  # differences listed in one message
 # In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
@@ -141,6 +143,7 @@ def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]
             yield from other_choices(*pair, f"{name} {number}")
     else:
         numbers = isinstance(there, (int, float)) and isinstance(here, (int, float))
+        # Settings that went through float32 tensors come back with 7 digits.
         if not (alike(there, here) or (numbers and math.isclose(there, here, rel_tol=1e-6))):
             yield Difference(name, there, here)
 
@@ -246,7 +249,7 @@ class Resume:
             self.lock = Lock(output_dir, RUN_LOCK_SECONDS)
             directory.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                (directory / LONGEST_NAME).lstat()  # now, not at the first checkpoint: a path may have 4,096 bytes
+                (directory / LONGEST_NAME).lstat()
             if not self.lock.works:
                 message = "its file system has no locks, so another host's run there is noticed at a checkpoint only"
                 lines.warn(f"--output-dir {output_dir}: {message}")
@@ -338,13 +341,14 @@ class Resume:
     def require_choices(self, chosen: Facts) -> None:
         """On rank 0, compare what the program has chosen for optimizers and schedulers with what the checkpoint's had.
 
-        Raises UserError, as for other flags. Where these may depend on the number of ranks or the length of the run, and for
-        a checkpoint that --resume names, a line says that those of the checkpoint are kept.
+        Raises UserError, as for other flags. On another number of ranks, for another length, and for a checkpoint that
+        --resume names, a line says that those of the checkpoint are kept.
         """
         assert self.facts is not None
         unlike = list(other_choices(self.facts["chosen"], chosen))
         if not unlike or self.engine.rank != 0 or self._flags.evaluate is not None:
             return
+        # A program may derive its rates from the number of ranks, or from the length of the run.
         if self.continues and not self.lengthened and self.facts["world_size"] == self.engine.size:
             self.release()
             remedy = "give the same, or another --output-dir, or --resume never"

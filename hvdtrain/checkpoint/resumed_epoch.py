@@ -55,8 +55,10 @@ class ResumedEpoch:
         others = {name: what for name, what in self._registered.items() if not isinstance(what, nn.Module)}
         modules = [*self._models, *(what for what in self._registered.values() if isinstance(what, nn.Module))]
         self._tensors = [(one, one.clone()) for module in modules for one in contents.tensors_of(module).values()]
+        # A state_dict has the tensors of the optimizer themselves, which the program is about to change.
         self._states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._optimizers]
         self._begins, self._others = True, {name: copy.deepcopy(what.state_dict()) for name, what in others.items()}
+        # The head runs again, and would apply a relative change, such as a halved rate, a second time.
         for number, group, name, before, _ in self._changed or () if self._lengthened else ():
             if not self._is_scheduled(self._optimizers[number]):
                 self._optimizers[number].param_groups[group][name] = from_json(before)

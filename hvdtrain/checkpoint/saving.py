@@ -217,6 +217,7 @@ class Checkpoints:
         if self.output.output_dir is not None and self.writes:
             saved, resumed = self.registered | self.generators.registered, self.resume.facts is not None
             lacking.carried = Carried(frame, self.output.say, saved, models, of_run, resumed=resumed)
+        # A frame keeps all variables of its function alive, and with them tensors.
         del frame
         try:
             yield

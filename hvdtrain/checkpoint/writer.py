@@ -34,6 +34,7 @@ def prune(directory: Path, keep: int, known: Mapping[Path, Facts] | None = None)
     paths, known = checkpoint.checkpoints_in(directory), known or {}
     if len(paths) <= min(keep, SPARE):
         return dict(known)
+    # Each file is read once: --output-dir may be on a network, and there may be many.
     facts = {path: known[path] if path in known else checkpoint.read_facts(path) for path in paths}
     asked_for = [path for path in paths if not facts[path].get("automatic")]
     kept = {*paths[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
@@ -78,6 +79,7 @@ class Writer:
         one before it are written within `patience` each.
         """
         with self._condition:
+            # Where the last write took longer than that, each save would wait as long, and training with it.
             if self.seconds < self.patience:
                 self._wait_until_idle(self._begun_at + self.patience, heartbeat)
             if not self._waiting and not self._busy:
@@ -115,11 +117,13 @@ class Writer:
                 facts, tensors = self._waiting.pop(0)
                 self._busy, self._begun_at = True, time.monotonic()
             self._write(facts, tensors)
+            # Else a snapshot, as large as model and optimizer, is kept until the next one comes.
             del facts, tensors
 
     def _write(self, facts: Facts, tensors: dict[str, Tensor]) -> None:
         path = self.directory / checkpoint.name_of(facts["state"]["step"])
         self.failed = None
+        # The processor time of this thread alone: it is what training on the same cores loses.
         began, processor = time.monotonic(), time.thread_time()
         try:
             checkpoint.write_checkpoint(path, facts, tensors, self.lock)
