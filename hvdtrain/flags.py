@@ -151,6 +151,7 @@ def plain(value: Any, other: Callable[[Any], object] = as_text) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item, other) for item in value]
     if isinstance(value, (set, frozenset)):
+        # A set has another order in each process.
         return sorted((plain(item, other) for item in value), key=repr)
     if isinstance(value, dict):
         return {str(key): plain(item, other) for key, item in value.items()}

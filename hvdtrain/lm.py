@@ -205,7 +205,9 @@ def train_lm(flags: Flags, run: training.Run, data: text.Text) -> None:
                 inputs, targets = run.to_device(*text.windows(data.validation, indices, context))
                 run.record(loss=loss_of(net(inputs), targets, "none"), count=(targets != text.IGNORED).sum())
         loss, tokens = run.evaluation["loss"], run.evaluation["count"]
+        # From nats per token to bits per character: comparable between vocabularies.
         bits = loss / math.log(2) * tokens / data.validation_characters
+        # exp(710) is more than a float holds.
         run.record(perplexity=math.exp(min(loss, 700.0)), bits_per_character=bits)
         if flags.evaluate is not None:
             continue

@@ -136,14 +136,15 @@ class Program:
 
 
 def copy(said: IO[bytes], path: Path, lost: Path) -> None:
-    """Not by the program into the file itself: the limit that tears a checkpoint would hold for it. Also of a full disk, all
-    that is said is read: else the program waits."""
+    """Copy what the program says to a file, to its end. lost: made if a part of it could not be written."""
+    # The program does not write this file itself: the limit of sizes that tears a checkpoint would hold for it, too.
     with path.open("wb", buffering=0) as file:
         while part := said.read(1 << 16):
             written = 0
             with contextlib.suppress(OSError):
                 written = file.write(part)
             if written < len(part):
+                # On a full disk, all that is said is still read: else the program waits for a reader.
                 lost.touch()
 
 

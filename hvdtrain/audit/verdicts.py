@@ -143,21 +143,17 @@ def position(case: Case) -> tuple[int, str]:
 
 
 def checkpoints(run: Run) -> list[tuple[int, str]]:
-    """Return the complete files with weights: the step before which each was written, and its path.
-
-    A file counts once it was there for three steps: a checkpoint may be written in the background.
-    """
+    """Return the complete files with weights: the step before which each was written, and its path."""
     files = [step["file"] for step in run.trace(0).steps]
     new = [at for at, (old, file) in enumerate(zip([[], *files], files, strict=False), 1) if file and file != old]
+    # A checkpoint may be written in the background: a file counts once it was there for three steps.
     return [(at, files[at - 1][1]) for at in new if at + 2 <= run.steps]
 
 
 def work_repeated(case: Case) -> Rules:
-    """Fails if the killed run had completed a later checkpoint than the one from which it went on.
-
-    What is in a file is later than the time at which the one before it was complete.
-    """
+    """Fails if the killed run had completed a later checkpoint than the one from which it went on."""
     done, text = checkpoints(case.killed), f"{case.killed.steps - case.start} steps"
+    # What is in a file is later than the time at which the one before it was complete.
     if len(done) > 1 and case.start + 1 < done[-2][0] - 1:
         text += ", although {1} was written before step {0}".format(*done[-1])
         yield fails(text, case.start + 1)
@@ -394,8 +390,7 @@ def compare_wholes(run: Run, again: Run) -> Whole:
 
 
 def judge(case: Case) -> dict[str, Verdict]:
-    """Return the verdict on each guarantee that can be judged. One that starts over has restored nothing: that it ends like
-    the whole run says only that it repeats."""
+    """Return the verdict on each guarantee that can be judged."""
     verdicts = {"resumes": judged("resumes", case)}
     differs, before = case.whole.differs, Case(case.whole, case.killed, case.killed)
     for value in (lambda step: step["after"][0], lambda step: step["loss"]):
@@ -413,5 +408,6 @@ def judge(case: Case) -> dict[str, Verdict]:
         else:
             verdicts[name] = judged(name, case)
             if guarantee.judged != ALWAYS and not case.start and verdicts[name].status == "ok":
+                # That it ends like the whole run says only that it repeats.
                 verdicts[name] = not_seen("it starts over: nothing was restored")
     return verdicts

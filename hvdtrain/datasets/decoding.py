@@ -138,13 +138,12 @@ def decode(content: bytes, scale: int = 1) -> Tensor:
 
 
 def grey_in_8_bits(image: Tensor) -> Tensor:
-    """Return a grey image of 16 bits, or of numbers from 0 to 1, as uint8. Pillow's own conversion makes it white or black.
-
-    Raises ValueError for an image with other values."""
+    """Return a grey image of 16 bits, or of numbers from 0 to 1, as uint8. Raises ValueError for other values."""
     values = image.double()
     most = 1.0 if image.is_floating_point() else 65535.0
     if values.min() < 0 or values.max() > most:
         raise ValueError(f"grey values from {values.min():g} to {values.max():g}: at most 0 to {most:g}: scale them")
+    # Pillow's own conversion makes grey images of 16 bits white, or black.
     return (values * (255 / most)).round().byte()
 
 

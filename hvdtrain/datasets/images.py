@@ -26,8 +26,7 @@ GREY = 118  # of 255: the mean of ImageNet's pixels
 class Images(Dataset[tuple[Tensor, int]], ABC):
     """Prepared images, uint8 [3, side, side], a quarter of the size of float32, and their classes.
 
-    In place of one that cannot be read stands a grey one of class UNREADABLE, which has no part in a loss: so batches keep
-    their sizes, and ranks need not tell each other.
+    In place of one that cannot be read stands a grey one of class UNREADABLE.
     """
 
     def __init__(self, prepare: Prepare):
@@ -51,6 +50,7 @@ class Images(Dataset[tuple[Tensor, int]], ABC):
             return self.prepare(content), label
         except Exception as error:  # any exception of a decoder
             lines.warn_once(one_line(f"skipped: {self.name(index)}: {why(error)}"))
+            # Batches keep their sizes, so that ranks need not tell each other. The class has no part in a loss.
             return torch.full((3, self.prepare.side, self.prepare.side), GREY, dtype=torch.uint8), UNREADABLE
 
 
@@ -131,11 +131,11 @@ def list_folder(root: Path) -> tuple[list[str], Listing]:
 def files_of_class(directory: str, endings: tuple[str, ...]) -> list[str]:
     """Return the image files of one class, also those in directories below and behind links, in ImageFolder's order.
 
-    Raises OSError, and UserError if a link leads to a directory above it: torchvision follows it for 40 levels, and two of
-    them 2**40 times.
+    Raises OSError, and UserError if a link leads to a directory above it.
     """
     found = []
     above: dict[str, set[tuple[int, int]]] = {}  # path of a directory -> devices and inodes of those above it
+    # A link to a directory above is refused: torchvision follows it for 40 levels, and two of them 2**40 times.
     for path, names, in_it in os.walk(directory, followlinks=True):
         entry = Path(path).stat()
         place = entry.st_dev, entry.st_ino

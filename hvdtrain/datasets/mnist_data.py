@@ -216,13 +216,11 @@ def _read(published: Published, file: File, path: Path) -> Tensor:
 
 
 def unpacked_file(published: Published, file: File, packed: bytes) -> bytes:
-    """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one.
-
-    At most one byte more than the published size is unpacked.
-    """
+    """Return the published content of `packed`, which may be compressed. Raises UNSOUND if it is not the published one."""
     content, size = packed, file.header + prod(file.shape)
     if packed.startswith(b"\x1f\x8b"):
         with gzip.open(io.BytesIO(packed)) as stream:
+            # One byte more than the published size: a small file may unpack to any number.
             content = stream.read(size + 1)
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != file.sha256:

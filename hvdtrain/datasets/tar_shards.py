@@ -271,6 +271,7 @@ def indexed(engine: Engine, names: list[str]) -> list[ShardIndex]:
     for rank, (part, (_, theirs)) in enumerate(zip(parts, gathered, strict=True)):
         tables = part.split([samples for *_, samples in theirs])
         for place, ((size, mtime_ns, problem, _), table) in enumerate(zip(theirs, tables, strict=True)):
+            # Rank r has made the indexes r, r + size, and so on.
             indexes[rank + place * engine.size] = ShardIndex(size, mtime_ns, problem, table)
     if made_in_all := sum(made for made, _ in gathered) if engine.rank == 0 else 0:
         engine.notes.append(f"{made_in_all:,} of {len(names):,} shards indexed now, for this and later runs")
@@ -309,10 +310,8 @@ def save(path: Path, index: ShardIndex) -> None:
 
 
 def load(path: Path, shard: os.stat_result) -> ShardIndex | None:
-    """Return the index at `path`; None if there is none, if it is damaged, or not valid for `shard`.
-
-    The file may be malicious: memory use is limited to that of a valid index.
-    """
+    """Return the index at `path`; None if there is none, if it is damaged, or not valid for `shard`."""
+    # The file of an index may be a stranger's: memory is limited to that of a valid one.
     most = shard.st_size // BLOCK  # samples: each has at least one tar header
     try:
         with files.opened_for_reading(path) as file:

@@ -71,6 +71,7 @@ def windows(tokens: Tensor, indices: Tensor, context: int) -> tuple[Tensor, Tens
 
     A target is the token after its input. After the last token, inputs are 0 and targets are IGNORED.
     """
+    # [b, context + 1]: a target is the token after its input, so that a window has one more.
     at = indices.cpu()[:, None] * context + torch.arange(context + 1)
     window = tokens[at.clamp(max=len(tokens) - 1)].long()
     beyond = at[:, 1:] >= len(tokens)

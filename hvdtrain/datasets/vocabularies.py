@@ -49,6 +49,7 @@ class Characters(Vocabulary):
 
     def __init__(self, characters: str) -> None:
         self.content, self.size = characters, len(characters)
+        # [code points]: a table, so that a text is encoded without a loop over its characters.
         self._token_of = torch.full((CODE_POINTS,), -1, dtype=torch.int32)
         self._token_of.index_copy_(0, code_points(characters).long(), torch.arange(self.size, dtype=torch.int32))
 

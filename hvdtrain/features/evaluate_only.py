@@ -80,6 +80,7 @@ class Predictions:
             )
         counts = [count for count, *_ in everyone]
         order = torch.cat(engine.all_gather_rows(first, counts, "predict.indices"))
+        # Samples that a sampler draws several times keep the order of the ranks.
         place = order.argsort(stable=True)
         values = {}
         for name, (shape, dtype) in known.items():
@@ -112,7 +113,8 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
 
 
 def shown_item(item: float) -> float | str:
-    """Return a float with as many digits as float32 has."""
+    """Return a float as text, and others as they are."""
+    # Nine digits tell every float32 from its neighbours.
     return f"{item:.9g}" if isinstance(item, float) else item
 
 

@@ -102,10 +102,7 @@ class Profile(Feature):
 
 
 def write_trace(profiler: Any, path: Path) -> None:
-    """Write the recording to `path`, or leave what is there. Raises OSError or RuntimeError.
-
-    Trap: without room, torch's library writes half a file, or none, and tells nobody but its own log.
-    """
+    """Write the recording to `path`, or leave what is there. Raises OSError or RuntimeError."""
     with atomic.replacing_several(path) as place:
         profiler.export_chrome_trace(str(place))
         end = b""
@@ -113,6 +110,7 @@ def write_trace(profiler: Any, path: Path) -> None:
             with place.open("rb") as file:
                 file.seek(-min(END_BYTES, place.stat().st_size), os.SEEK_END)
                 end = file.read()
+        # Trap: without room, torch's library writes half a file, or none, and tells nobody but its own log.
         if LAST_KEY not in end:
             raise OSError(f"no room for {path}, with {shutil.disk_usage(path.parent).free:,} bytes free")
 

@@ -21,12 +21,10 @@ from hvdtrain.loop.step import Step
 
 
 def virtual_ranks_on(processes: Engine, flags: Flags) -> VirtualRanks:
-    """Return the engine of the ranks. A collective.
-
-    The number of torch threads changes how sums are rounded, so it must not depend on the number of processes.
-    """
+    """Return the engine of the ranks. A collective."""
     engine = VirtualRanks(processes, flags.virtual_ranks)
     if flags.threads is None:
+        # The number of threads changes how sums are rounded: it follows from V, not from the number of processes.
         cores = min(processes.all_gather_object(cores_here(os.environ, announced()), "virtual.cores"))
         torch.set_num_threads(max(1, cores // engine.size))
     return engine

@@ -55,7 +55,8 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
 
 
 def export_bytes(write: Callable[[BytesIO], None]) -> memoryview:
-    """Return what `write_export` writes to a file. In memory: torch's writer ends the process where a disk is full."""
+    """Return what `write_export` writes to a file."""
+    # In memory: torch's own writer ends the process where a disk is full.
     write(content := BytesIO())
     return content.getbuffer()
 

@@ -5,8 +5,7 @@
     loss = model(tokens, targets)   # int64 [b, t], -100 where none counts  ->  the mean
 
 Weights start as GPT-2's do at its width, 768: normal with deviation 0.02, and 0.02 / sqrt(2 * layers) where a block's output
-joins the residual stream, so that the stream's variance does not grow with depth. At other widths these deviations are
-sqrt(768 / width) times as large: what a matrix product returns has then the same variance at every width (docs/training.md).
+joins the residual stream. At other widths these deviations are sqrt(768 / width) times as large (docs/training.md).
 """
 
 import math
@@ -108,10 +107,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, dropout) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width, bias=sizes.bias)
         self.head = None if sizes.tied else nn.Linear(sizes.width, rows, bias=False)
+        # So what a matrix product returns has the same variance at every width; 768 is GPT-2's.
         deviation = 0.02 * math.sqrt(768 / sizes.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 joins_stream = name.endswith(("from_attention.weight", "from_mlp.weight"))
+                # 2 * layers outputs are added to the residual stream: its variance does not grow with depth.
                 nn.init.normal_(parameter, std=deviation / (math.sqrt(2 * sizes.layers) if joins_stream else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -139,10 +140,8 @@ class GPT(nn.Module):
         return 6 * (matrices + head) + 12 * sizes.layers * sizes.width * sizes.context
 
     def continued(self, tokens: list[int], count: int, *, temperature: float, seed: int) -> Iterator[int]:
-        """Yield `count` tokens that continue `tokens` (at least one), sampled with a separate generator.
-
-        Global random number generators and the model's state are not changed, so training is not affected.
-        """
+        """Yield `count` tokens that continue `tokens` (at least one), sampled with a separate generator."""
+        # A generator of its own: how often it samples does not change the random numbers of training.
         draw, training = torch.Generator().manual_seed(seed), self.training
         tokens = tokens[-self.sizes.context :]
         self.eval()

@@ -19,7 +19,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra
 
 MOST_HEADER_BYTES = 2**26
-MOST_TENSORS = 100_000  # a file of 67 MB with a million empty tensors took 33 s and 2 GB
+MOST_TENSORS = 100_000
 STRING_OR_OBJECT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\{', re.DOTALL)
 
 
@@ -30,14 +30,14 @@ def require_file(path: Path) -> None:
 
 
 def refuse_large_header(path: Path) -> None:
-    """Raise ValueError if a safetensors file has an excessive number of tensors, because the library would create an object
-    for each. Raises OSError if it cannot be read."""
+    """Raise ValueError if a safetensors file has an excessive number of tensors. Raises OSError if it cannot be read."""
     require_file(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MOST_HEADER_BYTES:
             raise ValueError(f"its header of {length:,} bytes is larger than {MOST_HEADER_BYTES:,}")
         header = file.read(length)
+    # safetensors makes an object for each tensor: a file of 67 MB with a million empty ones took 33 s and 2 GB.
     if header.count(b"{") > MOST_TENSORS + 1:  # each tensor is an object inside of one; look without the strings
         objects = (match for match in STRING_OR_OBJECT.finditer(header) if header[match.start()] == ord("{"))
         if next(itertools.islice(objects, MOST_TENSORS + 1, None), None) is not None:
@@ -45,9 +45,9 @@ def refuse_large_header(path: Path) -> None:
 
 
 def refuse_compressed(path: Path) -> None:
-    """Raise ValueError if a file of torch.save unpacks to more bytes than it has: torch.save compresses nothing, and 2.7 MB
-    of zeros took 3.5 GB. Raises OSError if it cannot be read."""
+    """Raise ValueError if a file of torch.save unpacks to more bytes than it has. Raises OSError if it cannot be read."""
     with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        # torch.save compresses nothing, and 2.7 MB of zeros became 3.5 GB.
         unpacked, there = sum(each.file_size for each in archive.infolist()), path.stat().st_size
         if unpacked > there:
             raise ValueError(f"it is compressed: {there:,} bytes that become {unpacked:,}")

@@ -102,7 +102,8 @@ class Clock:
 
     def mark(self, phase: str, at: float | None = None) -> float:
         """Add the time since the previous mark to `phase`. at: end of the phase (`time.perf_counter`); None: now. Return
-        it. A time before the previous mark adds nothing: a phase within another counts once."""
+        it."""
+        # A time before the previous mark adds nothing: a phase within another counts once.
         at = time.perf_counter() if at is None else max(at, self._marked)
         self._seconds[phase] += at - self._marked
         if self._device_times is not None:
@@ -205,6 +206,7 @@ class DeviceTimes:
         return taken
 
     def _collect(self) -> None:
+        # `query` does not wait. What the device has not done yet counts in the next window.
         while self._spans and self._spans[0][2].query():
             phase, start, end = self._spans.popleft()
             self._seconds[phase] += start.elapsed_time(end) / 1000
@@ -214,7 +216,8 @@ def matrix_product_rate(device: torch.device, dtype: torch.dtype) -> torch.Tenso
     """Return the FLOP/s that `device` reaches in a product of two square matrices of `dtype`, as float64 []."""
     side = SIDES.get(device.type, LARGE_SIDE)
     a, b = torch.randn(2, side, side, device=device).to(dtype)
-    best = min(seconds_of(device, lambda: a @ b) for _ in range(4))  # the first is a warm-up
+    # The first is a warm-up. Of the others the least: other processes only make a product slower.
+    best = min(seconds_of(device, lambda: a @ b) for _ in range(4))
     return torch.tensor(2 * side**3 / best, dtype=torch.float64)
 
 

@@ -142,6 +142,7 @@ def best_of(facts: Mapping[Name, CheckpointFacts]) -> list[Name]:
 
     They are compared by the metric of the newest one.
     """
+    # Sorting keeps the order of equal ones: turned round, the oldest of them comes first.
     scored = [name for name in reversed(list(facts)) if goodness(facts[name]) > -math.inf]
     metric = facts[scored[-1]]["best"].get("metric") if scored else None
     alike = [name for name in scored if facts[name]["best"].get("metric") == metric]

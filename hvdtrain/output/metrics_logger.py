@@ -60,6 +60,7 @@ class MetricsLogger:
         # From an accelerator, with one copy.
         numbers = read_scalars([*(number for tally in tallies for number in tally.numbers()), *norm])
         rows = torch.tensor(numbers[: len(numbers) - len(norm)], dtype=torch.float64)
+        # [ranks of this process, 2, names]: of each name, the sums come before the counts.
         rows = rows.view(len(tallies), 2, len(names)).transpose(1, 2)  # of each rank and name, the sum and the count
         everyone = self._engine.sum_of_ranks(rows, "train").tolist()
         means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, everyone, strict=True)}

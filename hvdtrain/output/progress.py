@@ -59,6 +59,7 @@ def find_screen() -> Screen | None:
         return None
     try:
         # O_NONBLOCK: opening a named pipe waits for a reader.
+        # With Open MPI, a rank's stdout is a pseudo-terminal even if mpirun writes to a file: mpirun's own is examined.
         device = os.open(processes.PROC / f"{launcher.pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return None

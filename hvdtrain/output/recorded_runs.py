@@ -143,7 +143,8 @@ def read_run(directory: Path, name: str) -> RecordedRun:
         try:
             take_event(run, records.parsed(line) or {})
         except (KeyError, TypeError, ValueError):
-            if line.strip() and place < len(lines):  # without a line end: a line that is just being written
+            # The last line has no line end if it is just being written: it is none that was damaged.
+            if line.strip() and place < len(lines):
                 damaged.append(place)
     if damaged:
         which = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)

@@ -27,6 +27,7 @@ def json_text(value: object, indent: int | None = None) -> str:
     try:
         return json.dumps(value, indent=indent, default=json_value, allow_nan=False)
     except ValueError:
+        # JSON has neither NaN nor infinity. `parse_constant` is called for them alone, and makes text of them.
         return json.dumps(json.loads(json.dumps(value, default=json_value), parse_constant=str), indent=indent)
 
 
@@ -87,6 +88,7 @@ class Events:
         try:
             self._reopen_if_removed()
             end = self._file.seek(0, os.SEEK_END)
+            # A full disk may take a part of a line. It is cut off again, as a half line would spoil the next one.
             if self._file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._missing = 0

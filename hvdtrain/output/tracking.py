@@ -205,9 +205,10 @@ class Wandb(Record):
 
 
 def without_password(text: str) -> str:
-    """Return `text` without user names and passwords in URLs: all up to the last @, as a password may hold any character.
+    """Return `text` without user names and passwords in URLs.
 
     "s3://me:p@ss@host, or file://there" is split after each "://", and becomes "s3://host, or file://there".
     """
     start, *urls = re.split(r"(?<=://)", text)
+    # All up to the last @, as a password may hold any character.
     return start + "".join(url.rpartition("@")[2] for url in urls)
