@@ -94,11 +94,10 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
                 f"{name}={environment[name][:40]!r} is of a launcher that tells no number of processes: start with mpirun "
                 f"or hvdtrain.starter, or set RANK and WORLD_SIZE; for a single process, unset {name}"
             )
-    if "RANK" not in environment and environment.get("WORLD_SIZE", "").strip() not in ("", "1"):
-        size = environment["WORLD_SIZE"][:40]
-        raise UserError(
-            f"WORLD_SIZE={size!r} without RANK: set RANK, too, from 0; for a single process, unset WORLD_SIZE"
-        )
+    for name, other, alone in (("WORLD_SIZE", "RANK, too, from 0", ("", "1")), ("RANK", "WORLD_SIZE, too", ("",))):
+        if (value := environment.get(name, "").strip()) not in alone:
+            lacking = other.partition(",")[0]
+            raise UserError(f"{name}={value[:40]!r} without {lacking}: set {other}; for a single process, unset {name}")
     return Announced("none", 0, 1)
 
 

@@ -171,6 +171,10 @@ def test_a_number_of_processes_without_a_rank_is_refused():
         UserError, match="WORLD_SIZE='2' without RANK: set RANK, too, from 0; for a single process, unset"
     ):
         announced({"WORLD_SIZE": "2"})
+    with pytest.raises(
+        UserError, match="RANK='0' without WORLD_SIZE: set WORLD_SIZE, too; for a single process, unset RANK"
+    ):
+        announced({"RANK": "0"})
     assert [announced({"WORLD_SIZE": size}).size for size in ("1", "")] == [1, 1]
 
 
