@@ -72,6 +72,7 @@ def parser_of(name: str) -> "argparse.ArgumentParser":
         made.append(parser)
         raise Reached
 
+    # `parse` makes its parser by itself. It is caught where that begins to parse, with all its flags.
     with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
         try:
             importlib.import_module(f"hvdtrain.{name}").parse([])

@@ -148,6 +148,7 @@ class Trainer:
         """Train `steps` steps, and return the times of each rank. A collective."""
         engine, others = self.engine, self.others
         engine.barrier()
+        # Kernels that are still queued would count in this repeat.
         measuring.wait_for_device(engine.device)
         clock = Clock(engine.device)
         for _ in range(steps):
@@ -181,6 +182,7 @@ def measure_training(trainer: Trainer) -> Result:
     """Train, and return what was measured over all ranks. A collective."""
     flags, engine = trainer.flags, trainer.engine
     warmup_seconds = slowest_seconds(trainer.repeat(flags.warmup_steps))
+    # Two steps took that long: as many are measured as take a second.
     steps = flags.steps or max(1, round(2 / slowest_seconds(trainer.repeat(2))))  # the same on all ranks
     repeats = [trainer.repeat(steps) for _ in range(flags.repeats)]
     facts = dict(rank=engine.rank, host=socket.gethostname(), device=str(engine.device))

@@ -72,6 +72,7 @@ class Parser(OneLineParser):
 
     def add_subparsers(self, **settings: Any) -> Any:
         """The same as argparse's. Flags of the parser itself stand before the command's name."""
+        # By default, argparse makes commands of this class, whose constructor takes other arguments.
         return super().add_subparsers(**{"parser_class": OneLineParser} | settings)
 
     def set_help(self, **texts: str) -> None:
@@ -106,7 +107,9 @@ class Parser(OneLineParser):
         given = flags.given()
         if given.get("predict") is not None and given["evaluate"] is None:
             raise UserError("--predict needs --evaluate, the run whose model predicts", everywhere=True)
+        # As typed: where a run is moved with its program, absolute paths are others.
         flags._typed = {name: value for name, value in given.items() if names_files(value)}
+        # A program that changes its directory would write its record in one place, and its checkpoints in another.
         absolute(flags, absolute_path if "engine" in given else expanded)
         if "engine" in given:
             if flags.engine == "auto":

@@ -51,6 +51,7 @@ def check_build(findings: Findings, here: Here) -> None:
         with contextlib.suppress(ImportError, RuntimeError):
             import mpi4py
 
+            # Importing MPI would start it, before the engine does.
             mpi4py.rc.initialize = False
             from mpi4py import MPI
 

@@ -130,13 +130,15 @@ class Flags(argparse.Namespace):
         return {name: value.__qualname__ if isinstance(value, FunctionType) else value for name, value in held.items()}
 
     def of_all_ranks(self) -> dict[str, str]:
-        """Return the flags that must be the same on all ranks, as text. Paths may differ between hosts."""
+        """Return the flags that must be the same on all ranks, as text."""
+        # Paths may differ between hosts.
         given = self.given().items()
         return {name: str(plain(value)) for name, value in given if not names_files(value) and name != "data_dir"}
 
 
 def as_text(value: object) -> str:
     """Return an object as text, without where it is in memory."""
+    # An address in memory is another one in each process: ranks would differ, and a resumed run.
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 

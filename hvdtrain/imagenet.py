@@ -109,7 +109,8 @@ def scaled_images(images: Tensor, pixels: Tensor, memory_format: torch.memory_fo
 
 def random_batch(flags: Flags, run: training.Run, classes: int) -> tuple[Tensor, Tensor]:
     """Return a batch of random images, made once on the device: other ones on each rank, but the same on all where ranks
-    take turns, which may be on any number of processes."""
+    take turns."""
+    # Where ranks take turns, any number of processes must make the same images.
     generator = torch.Generator().manual_seed(0 if run.engine.takes_turns else run.rank)
     shape = (flags.batch_size, 3, flags.image_size, flags.image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)

@@ -120,6 +120,7 @@ class ExactLoader:
         if not used:
             few = f"an epoch has {parts}, fewer than the {per_step} {'batches' if whole else 'samples'} of a step"
             raise UserError(f'{few}: use fewer ranks, or ends="weight"' if parts else "the DataLoader has no samples")
+        # [used]: with "repeat", places beyond the last one begin again at the first.
         places = torch.arange(used) % parts
         batches = [batches[at] for at in places.tolist()] if whole else [torch.cat(batches)[places]]
         batches = numbered(batches, count) if draws or used > parts else batches

@@ -126,6 +126,7 @@ def measure_messages(engine: Engine, dtype: str, count: int, seconds: float) -> 
 
 def block_seconds(engine: Engine, tensor: torch.Tensor, name: str, times: int) -> float:
     """Run `times` all-reduces, and return the seconds per all-reduce on the slowest rank. A collective."""
+    # All begin together: a rank that comes late would count as a slow reduction.
     engine.barrier()
     wait_for_device(engine.device)
     began = time.perf_counter()

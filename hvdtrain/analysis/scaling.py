@@ -78,6 +78,7 @@ def settle_passed(flags: Flags, argv: Sequence[str]) -> None:
             raise UserError(f"{flag} is not for --np, which compares --engines with their bound: leave it out")
     flags.engines = flags.engines or ["horovod", "ddp"]
     flags.output_dir = flags.output_dir or Path("runs/scaling")
+    # As many as the largest number of ranks has cores for: every rank has the same in all runs.
     flags.threads = flags.threads or max(1, len(os.sched_getaffinity(0)) // flags.np[-1])
     flags.passed = [*passed, "--model", flags.model, "--repeats", str(flags.repeats), "--threads", str(flags.threads)]
 
@@ -118,6 +119,7 @@ def measure_all(flags: Flags, planned: list[Configuration], rounds: Rounds, fail
     order = random.Random(flags.seed)
     for number in range(1, flags.rounds + 1):
         rounds.append({})
+        # A new order in each round, and ratios within a round: a slow minute affects both sides.
         for which in order.sample(planned, len(planned)):
             if which in failed:
                 continue

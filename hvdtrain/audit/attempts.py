@@ -149,8 +149,8 @@ def copy(said: IO[bytes], path: Path, lost: Path) -> None:
 
 
 def members(log: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and command line of the processes of a run, wherever its launcher has put them: each has the audit's
-    variable in its environment."""
+    """Yield number and command line of the processes of a run, wherever its launcher has put them."""
+    # A launcher may put ranks into any session or container, but hands on the audit's variable.
     mark = f'{VARIABLE}={{"log": {json.dumps(str(log))},'.encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user

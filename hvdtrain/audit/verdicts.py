@@ -363,7 +363,7 @@ def all_bits(reason: str) -> dict[str, str]:
 
 
 def compare_wholes(run: Run, again: Run) -> Whole:
-    """What differs between two whole runs is left out later; with a weight or a loss, so are all bits."""
+    """Return what differs between two whole runs, which is left out later."""
     for rank, trace in run.ranks.items():
         for step, other in zip(trace.steps, again.trace(rank).steps, strict=False):
             if step["before"][1][0] < 0:  # the first run has read weights alone, but for its first step
@@ -381,6 +381,7 @@ def compare_wholes(run: Run, again: Run) -> Whole:
     if wrong:
         first = min(wrong.values())
         whole.first = f"they differ from step {first} on: {', '.join(name for name in wrong if wrong[name] == first)}"
+    # From a weight or a loss that differs, all other bits follow.
     if wrong.keys() & {"weights", "losses", "final weights"}:
         whole.differs = all_bits(f"two whole runs differ from step {first} on") | whole.differs
     whole.ordered = "samples" not in wrong

@@ -83,6 +83,7 @@ class Carried:
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
+            # A penalty that holds the weights near the first ones would hold them near the restored ones.
             if resumed and (copies := self._copies([one for model in modules for one in model.parameters()])):
                 what = (
                     f"{self._named(copies, self._code)} has the restored weights, and not those that the run began with"
@@ -124,6 +125,7 @@ class Carried:
         samples: of the whole epoch."""
         before, self._at_head = self._at_head, {}
         with OF_THE_PROGRAM:
+            # A mean that is printed for the epoch would be that of its last steps.
             now = self._marks_of(variables_of(self._of_steps())) if before else {}
             changed = [
                 name for name, leaf in now.items()

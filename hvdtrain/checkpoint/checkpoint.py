@@ -56,13 +56,13 @@ def write_checkpoint(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lo
     """Write a checkpoint atomically: after a failure, `path` is either complete or absent. Raises OSError or ValueError.
 
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
-    holds after a power failure. lock: on the directory above. If that has been moved, nothing is written under its old name,
-    where another run may be.
+    holds after a power failure. lock: on the directory above. If that has been moved, nothing is written.
     """
     import safetensors.torch
 
     text = json.dumps(facts)
     data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": checkpoint_digest(text, tensors)})
+    # A directory that was moved may have another run under its old name.
     if lock is not None:
         lock.require_in_place()
     files.make_directory(path.parent)
@@ -137,12 +137,13 @@ def read_checkpoint(path: Path) -> tuple[Facts, dict[str, Tensor]]:
     """Return the facts and the tensors (on the CPU). Raises Damaged, OSError if the file cannot be read, Failure if there is
     not enough memory to, and UserError if another version has written it.
 
-    Memory use is about the size of the file, even for malicious files: safetensors rejects tensors that do not match the
-    size of the file, and this function rejects files with too many tensors.
+    Memory use is about the size of the file, even for malicious files.
     """
     import safetensors
 
     try:
+        # safetensors rejects tensors that do not match the file's size,
+        # and makes an object for each: a header could fill the memory.
         refuse_large_header(path)
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}

@@ -52,8 +52,8 @@ def snapshot(tensors: Mapping[str, Tensor], heartbeat: Callable[[], None] = lamb
         else:
             away = tensor.device
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            # All copies are queued, and the host waits for them once: from memory that is not pinned, it would wait for
-            # each.
+            # All copies are queued, and the host waits for them once:
+            # from memory that is not pinned, it would wait for each.
             copies[name].copy_(tensor.detach(), non_blocking=True)
         heartbeat()
     if away is not None:
@@ -96,6 +96,7 @@ def collect(
             packed[name] = pack(state, prefix, tensors, *about)
         heartbeat()
     require_storable(tensors)
+    # As a tensor: the header of a file is read as a whole, and may not be as long.
     tensors[OBJECTS] = json_tensor({"optimizers": packed_optimizers, "registered": packed})
     return (
         {
@@ -187,7 +188,7 @@ def pack(value: Any, prefix: str, tensors: dict[str, Tensor], what: str, remedy:
 
 
 def json_tensor(value: Any) -> Tensor:
-    """Return JSON as a tensor, for what is too long for a file's header, such as the state of a data set."""
+    """Return JSON as a tensor, uint8 [n]."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
@@ -259,8 +260,9 @@ def require_as_saved(
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return an optimizer of the same class and parameters, into which a state can be loaded without harm; None: there is no
-    memory for the state of another one, or its class loads it in a way of its own and cannot be copied."""
+    """Return an optimizer of the same class and parameters, into which a state can be loaded without harm; None: on a GPU,
+    or if its class loads the state in a way of its own and cannot be copied."""
+    # On a GPU, there may be no memory for the state of a second one.
     if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
         return None
     # Not made by its constructor, of which only the program knows the arguments.
@@ -354,8 +356,8 @@ def load_optimizers(
                     where = "now" if unlike[0] in one else "in the checkpoint"
                     raise ValueError(f"parameter group {number} has {unlike[0]} only {where}")
             place = {name: number for number, name in enumerate(chain.from_iterable(here))}
-            # torch counts parameters in the order of the groups, which may be another one now: names say which is
-            # which.
+            # torch counts parameters in the order of the groups,
+            # which may be another one now: names say which is which.
             moved = {number: place[name] for number, name in enumerate(chain.from_iterable(there))}
             state = {moved.get(key, key): value for key, value in held["state"].items()}
             load_exactly(optimizer, {"state": state, "param_groups": groups})

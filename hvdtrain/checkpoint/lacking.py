@@ -18,9 +18,10 @@ from hvdtrain.engines.portable import has_memory
 def numbers_of(what: object, apart: Sequence[object] = (), *, within: bool = True) -> dict[str, Any]:
     """Return the numbers among an object's attributes: the public ones, and others where the program itself has the class.
 
-    Others of a library's are often caches, such as those of torchmetrics. `training` is the mode of a module. within: also
-    those of attributes with a state, but for `apart`, such as `after.last_epoch` of a warm-up before another scheduler.
+    `training` is the mode of a module. within: also those of attributes with a state, but for `apart`, such as
+    `after.last_epoch` of a warm-up before another scheduler.
     """
+    # Private numbers of a library's object are often caches, such as those of torchmetrics.
     own, numbers = type(what).__module__ == "__main__", dict[str, Any]()
     for name, value in getattr(what, "__dict__", {}).items():
         if type(value) in (bool, int, float) and name != "training" and (own or not name.startswith("_")):
@@ -72,9 +73,8 @@ def forgotten(
     """Return the attributes that a resume would lose: by name, the number that each would have then.
 
     began: `numbers_of` the object when it was registered. Those are lost that have changed since, are not in its state, and
-    are not computed from it by its `load_state_dict`. For this, a copy is tried. It has its tensors and `shared` in common
-    with the object, by identity: the same values are written into them. Of an attribute's own numbers, such a copy alone
-    shows that they come back: then they are taken out of `began`. apart: what is saved itself.
+    are not computed from it by its `load_state_dict`. For this, a copy is tried. Of an attribute's own numbers, such a copy
+    alone shows that they come back: then they are taken out of `began`. apart: what is saved itself.
     """
     now = numbers_of(what, apart)
     changed = {name: value for name, value in now.items() if repr(began.get(name, value)) != repr(value)}
@@ -91,6 +91,7 @@ def forgotten(
         if isinstance(what, nn.Module):
             tensors += [*what.parameters(), *what.buffers()]
         with contextlib.suppress(Exception):  # any: of the author's own
+            # By identity, the copy shares tensors and `shared`: its load_state_dict writes the same values into them.
             twin = copy.deepcopy(what, {**shared, **{id(one): one for one in tensors}})
             for name in changed:
                 *path, last = name.split(".")

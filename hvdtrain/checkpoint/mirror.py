@@ -123,8 +123,8 @@ class Remote:
 
     def require_writer(self) -> None:
         """Raise UserError if another run has begun to write there."""
-        # Object stores have no locks. Of two runs with one URL, the one that began first finds another writer here, and
-        # ends.
+        # Object stores have no locks. Of two runs with one URL,
+        # the one that began first finds another writer here, and ends.
         if self._manifest()[1] != self._writer:
             raise UserError(f"--mirror {self.url}: another run writes there now: name another --mirror for one of them")
 
@@ -304,6 +304,7 @@ class Mirror:
             if engine.rank == 0:
                 self._remote = prepare_mirror(flags.output_dir, flags.mirror, flags.resume)
         if is_url(flags.resume):
+            # The run has been copied here, and is resumed from here.
             flags.resume = "auto"
         self._copied: dict[str, tuple[int, int] | None] = {}  # by name: the files that are there, as they were here
         self._failed = False  # a part of a checkpoint may be there
@@ -325,6 +326,7 @@ class Mirror:
     def _work(self) -> None:
         while True:
             self._wake.clear()
+            # In this order: what is written before the end of the run is copied by a look that begins after it.
             last, complete = self._is_over, self.look()
             if self._refusal or (complete and last):
                 return

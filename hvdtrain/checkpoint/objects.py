@@ -104,7 +104,8 @@ class Objects:
 
     def _require_same_states(self) -> None:
         """Raise UserError on every rank if the state of an optimizer differs between ranks: a checkpoint has rank 0's. A
-        collective, up to the first checkpoint after an update. With local steps, each group has its own, which is saved."""
+        collective, up to the first checkpoint after an update."""
+        # With local steps, each group of ranks has a state of its own, which is saved.
         if self._compared or self._engine.size == 1 or self._resume.own_optimizers:
             return
         kinds, sums = [type(optimizer).__name__ for optimizer in self.prepared.optimizers], list[str]()
@@ -127,10 +128,11 @@ class Objects:
         self, heartbeat: Callable[[], None], *, writes: bool
     ) -> tuple[Facts, dict[str, Tensor], contents.ObjectStates] | None:
         """Return facts, tensors that are not copied, and what was encoded; None on a rank that writes nothing. A collective
-        up to there: what follows may fail on rank 0 alone, and others would wait."""
+        up to there."""
         self._require_same_states()
         self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
         late = self._late()
+        # What follows may fail on rank 0 alone: with a collective in it, the others would wait.
         if not writes:
             return None
         models, optimizers, scaler = self.prepared.models, self.prepared.optimizers, self.prepared.scaler
@@ -176,14 +178,12 @@ class Objects:
     # ---- the settings of optimizers
 
     def take_settings(self) -> None:
-        """Keep the checkpoint's settings, and give the optimizers the program's own again. Call it when all is restored.
-
-        Between run.prepare and run.epochs, a program reads the rates that it begins with, for its schedules.
-        """
+        """Keep the checkpoint's settings, and give the optimizers the program's own again. Call it when all is restored."""
         optimizers = self.prepared.optimizers
         if self._resume.facts is None:
             return
         self._saved = settings_of(optimizers)
+        # Between run.prepare and run.epochs, a program reads the rates that it begins with, for its schedules.
         set_settings(optimizers, self._of_program)
         for optimizer, saved in zip(optimizers, self._saved, strict=True):
             for group, theirs in zip(optimizer.param_groups, saved, strict=True):

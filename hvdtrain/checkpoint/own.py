@@ -8,7 +8,6 @@ Whoever has something of its own, such as buffers or generators of random number
 dictionaries of all ranks of the checkpoint, so that a provider can say what becomes of them on another number of ranks.
 
 Of more than `collectives.MANY` ranks, running statistics and generators are one state for all, in rank 0's dictionary.
-Else, each checkpoint would send those of every rank to every other: 0.24 MiB of each for ResNet-50.
 """
 
 import hashlib
@@ -144,6 +143,7 @@ class Own:
 
     def _is_many(self) -> bool:
         """Whether ranks are so many that some states are one for all. Not if they are those of fewer processes."""
+        # Each checkpoint would send the statistics of every rank to every other: 0.24 MiB of each for ResNet-50.
         return self.count == self._engine.size > collectives.MANY
 
     def _common(self, moment: Moment) -> Iterator[tuple[str, Any]]:
@@ -184,7 +184,8 @@ def in_one_row(packed: Sequence[dict[str, tuple[Any, Tensor]]]) -> tuple[list[Pa
 
 
 def joined_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Return rows of int64 as one; where only one has values, without a copy: the order of an epoch may be long."""
+    """Return rows of int64 as one."""
+    # Without a copy, if only one has values: the order of an epoch may be long.
     full = [row for row in rows if len(row)]
     return full[0] if len(full) == 1 else torch.cat([NO_BYTES, *full])
 

@@ -106,9 +106,11 @@ def of_weights_and_hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def read_so_far(iterator: Any, depth: int = 0) -> object:
     """Return what changes when an iterator of Python is read: how much is left in it, or in what it reads."""
+    # Iterators of Python tell by a length hint how much is left, without being read.
     left = -1 if isinstance(iterator, tuple) else operator.length_hint(iterator, -1)
     if left >= 0:
         return left
+    # Others, such as zip and map, hold what they read. Only the garbage collector knows that.
     inside = gc.get_referents(iterator) if depth < DEEPEST else ()
     return [read_so_far(one, depth + 1) for one in inside if isinstance(one, Iterator | list | tuple)]
 

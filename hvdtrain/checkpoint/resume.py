@@ -84,6 +84,7 @@ def other_flags(facts: Mapping[str, Any], flags: Flags, config: Mapping[str, obj
     if began.ranks != ranks:
         allowed |= flags.derived
     typed = facts.get("typed", {})
+    # The same words name the same files, wherever the run and its program were moved.
     allowed |= {name for name, here in flags.typed.items() if typed.get(name) == plain(here)}
     return [
         Difference(f"--{name.replace('_', '-')}", theirs[name], mine)
@@ -226,13 +227,14 @@ class Resume:
             self._content = checkpoint.find_checkpoint(resume, f"--resume {resume}", self._warn)
 
     def _open_to_evaluate(self, evaluate: Path | str) -> None:
-        """Read a checkpoint of a run that may still be training: nothing of it is changed."""
+        """Read a checkpoint of a run that may still be training."""
         from hvdtrain.checkpoint import mirror
 
         output_dir = self._flags.output_dir
         if output_dir is not None and (output_dir / "checkpoints").exists():
             remedy = "name another one for the record of the evaluation, or leave it out"
             raise UserError(f"--evaluate: the --output-dir {output_dir} has a run: {remedy}")
+        # The run may still be training: nothing of it is changed, not even the name of a damaged file.
         with mirror.local(evaluate, "--evaluate") as path:
             self._content = checkpoint.find_checkpoint(path, f"--evaluate {evaluate}", self._warn, keep_names=True)
 

@@ -295,6 +295,7 @@ class Checkpoints:
             "config": self.resume.config,
             "typed": self.resume.typed,
             "data": self.resume.data,
+            # Stopped before its steps, a resumed run has what its checkpoint had.
             "input": before.get("input", {"samples": 0, "per_epoch": 0}),
             "split": before.get("split"),
             "rows": before.get("rows", {}),

@@ -39,6 +39,8 @@ def first_uses(
     start: the body of the first loop from this offset on is read; None: a whole function. calls: names that count as STORE.
     stops: those that count as LOAD. emptied: what empties a collection or fills an array counts as STORE, too.
     """
+    # A jump to an instruction with a large argument leads to the
+    # EXTENDED_ARG before it: `bisect_left` finds what follows.
     lines = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
     offsets = [one.offset for one in lines]
     loops = [place for place, one in enumerate(lines) if one.opname == "FOR_ITER" and one.offset >= (start or 0)]
@@ -63,6 +65,7 @@ def first_uses(
         if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
             target = bisect.bisect_left(offsets, one.argval)
         if one.opname.startswith("JUMP_BACKWARD") and lines[target].opname == "FOR_ITER":
+            # At the end of the loop itself, nothing follows. One within runs once: what comes after it is next.
             found |= {"END"} if target == loop else set()
             waiting += [bisect.bisect_left(offsets, lines[target].argval)] if target != loop else []
         elif one.opname.startswith("JUMP"):

@@ -55,7 +55,7 @@ class Images(Dataset[tuple[Tensor, int]], ABC):
 
 
 class Listing(NamedTuple):
-    """The files of one folder, as tensors, whose memory workers share. Python strings would be copied to each worker."""
+    """The files of one folder, as tensors."""
 
     names: Tensor  # uint8: the concatenated paths relative to the folder, in UTF-8
     ends: Tensor  # int64 [n]: the end of each path in `names`
@@ -125,6 +125,7 @@ def list_folder(root: Path) -> tuple[list[str], Listing]:
     names = [path[len(str(root)) + 1 :].encode(errors="surrogateescape") for those in paths for path in those]
     ends = torch.tensor([len(name) for name in names]).cumsum(0)
     labels = torch.tensor([label for label, those in enumerate(paths) for _ in those])
+    # As tensors, whose memory workers share: Python strings would be copied to each of them.
     return classes, Listing(torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8), ends, labels)
 
 

@@ -354,7 +354,7 @@ def scan(path: Path) -> ShardIndex:
 
 
 class Bounded:
-    """A file whose reads are limited to its size, because a tar header may contain any size."""
+    """A file whose reads are limited to its size."""
 
     def __init__(self, file: BinaryIO, size: int):
         self.file, self.size = file, size
@@ -362,6 +362,7 @@ class Bounded:
 
     def read(self, count: int) -> bytes:
         """Return at most `count` bytes, not past the end."""
+        # A tar header may claim any size.
         return self.file.read(max(0, min(count, self.size - self.file.tell())))
 
 

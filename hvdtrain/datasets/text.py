@@ -164,6 +164,7 @@ def convert(
 def text_blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
     """Yield the files' text in blocks, or their bytes if kind is "bytes". Raises UserError."""
     for path in paths:
+        # A block may end within a character.
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             with files.opened_for_reading(path) as file:

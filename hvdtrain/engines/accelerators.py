@@ -28,12 +28,10 @@ def module_of(device: torch.device) -> Any:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return `data` with all tensors in nested tuples, lists and mappings moved to `device`.
-
-    To an accelerator, they are copied from pinned memory: from other memory, the host would wait for the copy.
-    """
+    """Return `data` with all tensors in nested tuples, lists and mappings moved to `device`."""
     if isinstance(data, Tensor):
         if device.type not in ("cpu", "meta") and data.device.type == "cpu" and data.nbytes <= LARGEST_PINNED:
+            # From memory that is not pinned, the host would wait for the copy.
             data = data.pin_memory()  # returns it if it is pinned
         return data.to(device, non_blocking=True)
     if isinstance(data, PackedSequence):

@@ -78,11 +78,9 @@ def fsync(handle: int) -> None:
 
 
 def remove_partial(directory: Path, older_than: float = 0.0) -> None:
-    """Remove what killed writers have left in `directory`, if it is at least `older_than` seconds old.
-
-    Also what is from the future, by as much: the clock has jumped, and a leftover would stay until then.
-    """
+    """Remove what killed writers have left in `directory`, if it is at least `older_than` seconds old."""
     with contextlib.suppress(OSError):
         for path in list(directory.glob(f".*{PARTIAL}")):
+            # One from the future counts, too: the clock has jumped, and it would stay until then.
             if abs(time.time() - path.lstat().st_mtime) >= older_than:
                 path.unlink(missing_ok=True)

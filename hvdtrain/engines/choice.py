@@ -155,8 +155,8 @@ def default_predivision(compression: str, size: int) -> float:
     """
     if compression != "fp16":  # the others have the range of float32
         return 1.0
-    # By the number of ranks, small gradients are lost: for a root mean square of 4.5e-5, the mean is wrong by 20 % on
-    # 512 ranks.
+    # By the number of ranks, small gradients are lost:
+    # for a root mean square of 4.5e-5, the mean is wrong by 20 % on 512 ranks.
     return float(size) if size <= 8 else max(8.0, 2.0 ** math.floor(math.log2(size) / 2))
 
 

@@ -298,12 +298,12 @@ def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
 
 def load_exactly(optimizer: torch.optim.Optimizer, held: dict[str, Any]) -> None:
     """Load a state_dict as it was, also where torch would convert it."""
-    # torch makes text, arrays and namedtuples anew of their parts, wrongly: they are left out here, and put back by
-    # `_as_held`.
+    # torch makes text, arrays and namedtuples anew of their parts,
+    # wrongly: they are left out here, and put back by `_as_held`.
     state = {number: _without_text(values) for number, values in held["state"].items()}
     optimizer.load_state_dict(held | {"state": state})
-    # torch has converted the rest to the type of the weights. Of float16, integers or bool, the next step would differ,
-    # or fail.
+    # torch has converted the rest to the type of the weights.
+    # Of float16, integers or bool, the next step would differ, or fail.
     for number, values in optimizer.state_dict()["state"].items():
         if number in held["state"]:
             _as_held(held["state"][number], values)

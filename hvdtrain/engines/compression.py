@@ -27,8 +27,8 @@ class GradientCompressor:
         # Trap: Horovod takes contiguous tensors only, and gradients of weights in channels_last are not.
         sent = [in_memory_order(gradient) for gradient in gradients]
         if self.predivide != 1.0:
-            # Traps: Horovod's fp16 sums before it divides: 40,000 on three ranks is infinity. It ignores its own factor
-            # for grouped gradients.
+            # Traps: Horovod's fp16 sums before it divides: 40,000 on three ranks is infinity.
+            # It ignores its own factor for grouped gradients.
             sent = list(torch._foreach_div(sent, self.predivide))
         sent = cast(sent, [self.wire_dtype or tensor.dtype for tensor in sent])
         bucket = Bucket(sent, gradients)

@@ -22,8 +22,8 @@ def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: 
     """
     host, mine = cores[rank]
     neighbours = [set(theirs) for where, theirs in cores if where == host]
-    # With an odd number of ranks on two sockets, one of them has a socket of its own: cores are shared by different
-    # numbers.
+    # With an odd number of ranks on two sockets, one of them has a socket of its own:
+    # cores are shared by different numbers.
     share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
     # Three thirds of a core add up to a little less than one.
     return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
@@ -35,8 +35,8 @@ def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
     ranks: number of ranks on this host. quota: see `cpu_quota`.
     """
     mine = job = len(os.sched_getaffinity(0))
-    # The launcher may run on all of the job's cores. A rank with fewer was bound to its own, or a script or container
-    # around it.
+    # The launcher may run on all of the job's cores.
+    # A rank with fewer was bound to its own, or a script or container around it.
     for parent in processes.parents():
         with contextlib.suppress(OSError):  # it has exited, or is not visible
             job = max(job, len(os.sched_getaffinity(parent)))
@@ -52,8 +52,8 @@ def turn_on(rank: int, cores: Sequence[tuple[str, Collection[int]]]) -> int | No
     """
     host, mine = cores[rank]
     neighbours = [number for number, (where, _) in enumerate(cores) if where == host]
-    # Trap: the kernel takes a rank that waits in MPI for one that works, and leaves other cores with more ranks that
-    # do.
+    # Trap: the kernel takes a rank that waits in MPI for one that works,
+    # and leaves other cores with more ranks that do.
     alike = all(set(cores[number][1]) == set(mine) for number in neighbours)
     if not alike or len(neighbours) <= len(mine) or len(neighbours) % len(mine):
         return None

@@ -109,8 +109,8 @@ def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
         # The last ones are ready first, as in the backward pass of most models.
         nothing = [parameter.flatten()[:0].sum() for parameter in trained]
         torch.autograd.backward(nothing, [torch.ones_like(each) for each in nothing])
-    # The sum over three or more ranks is rounded differently at each place of a bucket. Else the first step after a
-    # restart differs.
+    # The sum over three or more ranks is rounded differently at each place of a bucket.
+    # Else the first step after a restart differs.
     replica.reducer._rebuild_buckets()
     for parameter in trained:
         parameter.grad = None

@@ -58,8 +58,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, follow: bool = T
     if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "a pipe or a device, not a file")
-    # Where others may write, they can put a hard link to a file of this user's there, which they may not change
-    # themselves.
+    # Where others may write, they can put a hard link to a file
+    # of this user's there, which they may not change themselves.
     if writes and status.st_nlink > 1:
         os.close(handle)
         raise OSError(errno.EMLINK, f"{path} has hard links, and what is written would change the other files too")
@@ -170,7 +170,7 @@ def _is_own_group(number: int) -> bool:
 def cache_directory(name: str, kind: str = "datasets") -> Path | None:
     """Return $XDG_CACHE_HOME/hvdtrain/KIND/NAME (default: in ~/.cache), created if needed.
 
-    None if that fails, or if another user could write there: what is in the cache counts as verified.
+    None if that fails, or if another user could write there.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -181,6 +181,7 @@ def cache_directory(name: str, kind: str = "datasets") -> Path | None:
         for part, mode in (("hvdtrain", 0o755), (kind, 0o755), (name, 0o700)):
             path = path / part
             path.mkdir(mode=mode, exist_ok=True)
+        # What is in the cache counts as verified: nobody else may write there.
         own = not path.is_symlink() and path.stat().st_uid == os.geteuid() and not others_may_write(path)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return None

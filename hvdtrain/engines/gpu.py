@@ -96,9 +96,9 @@ def take_gpu(index: int) -> torch.device:
 def of_local_rank(local_rank: int, gpus: int) -> torch.device:
     """Return this rank's GPU, one of the `gpus` visible ones, and make it torch's current device.
 
-    There may be fewer than ranks on this host: a scheduler shows each rank its own, an agent of torchrun its ranks theirs.
     Whether two ranks have the same is known once all have one (`require_own`). Raises UserError if torch cannot compute.
     """
+    # Fewer GPUs than ranks may be visible: a scheduler shows each rank its own, an agent of torchrun its ranks theirs.
     return take_gpu(local_rank % gpus)
 
 
@@ -158,11 +158,12 @@ def ranks_share_gpus(environment: Mapping[str, str]) -> bool:
 def sharing_variables(rank: int, nccl: tuple[int, ...]) -> dict[str, str]:
     """Return the variables with which this NCCL accepts two ranks on one GPU. Set them before its first collective.
 
-    NCCL 2.30 and newer read SHARING. Older ones refuse ranks with the same GPU and the same host ("Duplicate GPU detected"),
-    so each rank names a host of its own; they then communicate over sockets. Run with NCCL 2.28.9.
+    NCCL 2.30 and newer read SHARING. With older ones, these ranks communicate over sockets. Run with NCCL 2.28.9.
     """
     if nccl >= (2, 30):
         return {}
+    # Older ones refuse ranks with the same GPU and the same host
+    # ("Duplicate GPU detected"): each names a host of its own.
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 

@@ -149,16 +149,16 @@ class HorovodEngine(Engine):
         if not trained or self.size == 1:  # nothing will be reduced
             return
         self._trained[optimizer] = trained
-        # Trap: of a parameter that was frozen since, Horovod reduces a gradient of zero. Momentum and weight decay then
-        # change the weight.
+        # Trap: of a parameter that was frozen since, Horovod reduces a gradient of zero.
+        # Momentum and weight decay then change the weight.
         optimizer._requires_update = set(trained)
         if optimizer._groups is not None:
             use_buckets(optimizer, buckets(trained))
         hooked = set(self._hooked[optimizer])
         for parameter in trained:
             if parameter not in hooked:
-                # The node that accumulates a leaf's gradient is only reached through an operation on it. It lives as
-                # long as `_grad_accs` has it.
+                # The node that accumulates a leaf's gradient is only reached through an operation on it.
+                # It lives as long as `_grad_accs` has it.
                 accumulate: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr] # it has one
                 accumulate.register_hook(optimizer._make_hook(parameter))
                 optimizer._grad_accs.append(accumulate)
@@ -327,8 +327,8 @@ def shut_down_at_exit(hvd: Any, *, killed: bool) -> None:
     """
     atexit.unregister(_shut_down)
     atexit.unregister(_shut_down_unanswered)
-    # Open MPI's mpirun, as it kills a job, does not answer the last question of MPI_Finalize: the rank would wait until
-    # SIGKILL.
+    # Open MPI's mpirun, as it kills a job, does not answer the last
+    # question of MPI_Finalize: the rank would wait until SIGKILL.
     if killed and hasattr(ctypes.CDLL(None), "on_exit"):
         ends = threading.Event()
         thread = threading.Thread(target=lambda: ends.wait() and hvd.shutdown(), name="end of MPI", daemon=True)

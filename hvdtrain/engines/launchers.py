@@ -189,8 +189,8 @@ def alone_in_pid_namespace(environment: Mapping[str, str], parent: int, first: s
     Open MPI's shared memory (vader, 4.1.8) then crashes at the first long message. parent: this process's parent. first:
     the name of process 1. Where mpirun runs in the same container, it is the parent.
     """
-    # A parent outside of the namespace is seen as 0. Apptainer and Singularity put a process 1 of theirs before the
-    # program.
+    # A parent outside of the namespace is seen as 0.
+    # Apptainer and Singularity put a process 1 of theirs before the program.
     outside = parent == 0 or (parent == 1 and first in ("appinit", "sinit"))
     return "OMPI_COMM_WORLD_RANK" in environment and outside
 

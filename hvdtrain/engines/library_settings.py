@@ -80,9 +80,8 @@ def prepare_environment(size: int, launcher: str, *, gloo_built: bool) -> list[s
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     """Make malloc keep freed memory for the next step. Return whether this succeeded. Settings in `environment` are kept.
 
-    By default, malloc returns the memory of a step's activations to the kernel, which must then allocate, clear and map
-    every page again in the next step: for the ConvNet with a batch of 64, 2,900 page faults and a third of the time
-    (docs/evidence/tuning.md). With this setting, the process keeps the memory of its largest step.
+    By default, malloc returns the memory of a step's activations to the kernel. For the ConvNet with a batch of 64, that
+    takes a third of the time (docs/evidence/tuning.md). With this setting, the process keeps the memory of its largest step.
     """
     if any(name in environment for name in OWN_CHOICE):
         return False
@@ -90,6 +89,8 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc
         return False
+    # Else the kernel allocates, clears and maps each page of a
+    # step's activations again: 2,900 page faults for the ConvNet.
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, NEVER))
 
 

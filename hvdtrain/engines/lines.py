@@ -27,8 +27,8 @@ def write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         # Replaced (hence the `ignore`), closed, or on a full disk.
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            # Trap: with PYTHONUNBUFFERED=1, `print` writes a line and its end apart. Open MPI tags both, and other
-            # ranks' lines come between.
+            # Trap: with PYTHONUNBUFFERED=1, `print` writes a line and its end apart.
+            # Open MPI tags both, and other ranks' lines come between.
             stream.reconfigure(line_buffering=True, write_through=False, errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -45,8 +45,8 @@ def put_line(stream: TextIO, text: str) -> Exception | None:
         number = stream.fileno()
         with contextlib.suppress(OSError):
             stream.flush()  # what the program has printed comes first
-        # Past the stream's buffer. Trap: a stream that failed fails again with each later line, and makes 120 of the
-        # exit code.
+        # Past the stream's buffer. Trap: a stream that failed fails
+        # again with each later line, and makes 120 of the exit code.
         left = text.encode(stream.encoding, errors="backslashreplace")
         while left:
             try:

@@ -109,8 +109,9 @@ def statistics_of_layer(layer: nn.Module) -> dict[str, Tensor]:
     """Return the running statistics of a batch norm by name; {} for any other layer.
 
     Also of layers that are not torch's and do as batch norm does: their buffers are called running_..., and there is a
-    momentum. FrozenBatchNorm has none. A buffer of any other layer, such as a mask, is no statistic of the samples.
+    momentum.
     """
+    # FrozenBatchNorm has no momentum. A buffer of any other layer, such as a mask, is no statistic of the samples.
     if not (isinstance(layer, _NormBase) or hasattr(layer, "momentum") or hasattr(layer, "num_batches_tracked")):
         return {}
     buffers = dict(layer.named_buffers(recurse=False))

@@ -58,6 +58,7 @@ class LocalSteps(Feature):
     def prepare(self, run: Run) -> None:
         self._run, self._prepared = run, run.prepared()
         self._prepared.weights_of_all = self.shared_weights
+        # Weights are equal after an exchange only, so that checkpoints and stops fall there.
         run.stopping.stride = self._exchange_steps
         run.gather = self._refuse_gather  # type: ignore[method-assign] # of this run alone
         for layer in (layer for model in self._prepared.models for layer in model.modules()):
@@ -101,6 +102,7 @@ class LocalSteps(Feature):
 
     def after_step(self, step: Step) -> None:
         if not step.last and step.number % self._exchange_steps:
+            # Ranks have other weights between two exchanges, and a checkpoint has those of all.
             step.may_save = False
             return
         compares = (
@@ -123,6 +125,7 @@ class LocalSteps(Feature):
             means = self._averaged(torch._foreach_sub(self._parameters, self._shared), step)
             torch._foreach_mul_(self._momenta, self._decay)
             torch._foreach_add_(self._momenta, means)
+            # Nesterov momentum, as DiLoCo has it: the step is the mean change plus `decay` times the new momentum.
             torch._foreach_add_(means, self._momenta, alpha=self._decay)
             torch._foreach_add_(self._shared, means, alpha=self._rate)
             torch._foreach_copy_(self._parameters, self._shared)
@@ -149,6 +152,7 @@ class LocalSteps(Feature):
         """Return the mean of `changes` over ranks, in float32 or longer."""
         flat = torch.cat([change.reshape(-1) for change in changes])
         exact = torch.promote_types(flat.dtype, torch.float32)
+        # Divided before the cast: float16 ends at 65,504, also for the sum over ranks.
         sent = flat / self._predivide
         sent = sent if self._wire is None else sent.to(self._wire)
         self._all.all_reduce_(sent, "sum", "exchange")

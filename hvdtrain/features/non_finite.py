@@ -35,6 +35,7 @@ FIND = "the same command with --find-non-finite continues from the last checkpoi
 def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether the reduced gradients are finite."""
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
+    # NaN and infinity stay in a sum: one number of each gradient is looked at.
     sums = [
         (torch.view_as_real(gradient) if gradient.is_complex() else gradient).sum(dtype=torch.float32)
         for parameter in parameters
@@ -269,10 +270,7 @@ def is_finite(value: object) -> bool:
 
 
 class Kept:
-    """Copies of all buffers before a forward pass, which changes them, or puts others in their place.
-
-    Buffers of one type are copied together: ResNet-50 has 159, and on a GPU each copy of one would be a kernel.
-    """
+    """Copies of all buffers before a forward pass, which changes them, or puts others in their place."""
 
     def __init__(self, models: Sequence[nn.Module]):
         self._places = [
@@ -281,6 +279,7 @@ class Kept:
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
+        # Buffers of one type are copied together: ResNet-50 has 159, and on a GPU each copy of one would be a kernel.
         alike: dict[object, list[Tensor]] = {}
         for buffer in {id(buffer): buffer for _, _, buffer in self._places}.values():
             dense = buffer.layout is torch.strided

@@ -55,8 +55,8 @@ def compare(
 
 
 class Replicas(Feature):
-    """Compares the weights after the first step of this process, every --check-steps, and before each save: what a program
-    changes on one rank alone differs after its first step. name_of: returns the name of a rank."""
+    """Compares the weights after the first step of this process, every --check-steps, and before each save. name_of: returns
+    the name of a rank."""
 
     def __init__(self, engine: Engine, check_steps: int, name_of: Callable[[int], str]):
         self._all, self.check_steps, self._name_of = engine, check_steps, name_of
@@ -72,6 +72,7 @@ class Replicas(Feature):
             self.compare(self._averaging)
 
     def after_step(self, step: Step) -> None:
+        # What a program changes on one rank alone differs after its first step.
         if self.check_steps and self._compared_at is None:
             self.compare(self._averaging)
         self._features.no_more_after_steps(self)

@@ -37,7 +37,7 @@ class ScheduleRules(Feature):
 def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None) -> list[str]:
     """Return warnings about registered schedulers whose length is neither the run's number of steps nor of epochs.
 
-    Raises UserError for OneCycleLR, which has no meaning with another length. epochs: None if the length is given in steps.
+    Raises UserError for OneCycleLR. epochs: None if the length is given in steps.
     """
     warnings = []
     for name, scheduler in registered.items():
@@ -47,6 +47,7 @@ def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None
         run = f"{steps} steps" + (f" in {epochs} epochs" if epochs is not None else "") + " over all ranks"
         remedy = f"give it run.total_steps(data, {epochs})" if epochs is not None else f"give it {steps}"
         line = f"{name}: {type(scheduler).__name__} is made for {length} steps, and this run has {run}: {remedy}"
+        # Its rate rises and falls over its whole length: with another one, it has no meaning.
         if isinstance(scheduler, lr_scheduler.OneCycleLR):
             raise UserError(line, everywhere=True)
         warnings.append(line)

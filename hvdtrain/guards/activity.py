@@ -121,7 +121,8 @@ class Activity:
     # ---- compilations by torch.compile, which may take minutes at the first step and at each new shape
 
     def hear_of_compilations(self) -> None:
-        """Register for them once torch._dynamo is imported, which takes seconds: call this repeatedly."""
+        """Register for them once torch._dynamo is imported: call this repeatedly."""
+        # Looked up, not imported: to import torch._dynamo takes seconds.
         handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if self._hears_of_compilations or not hasattr(handler, "register_start_callback"):
             return

@@ -223,8 +223,8 @@ def listen_for_ranks(hosts: Sequence[str]) -> tuple[list[socket.socket], dict[st
     with contextlib.ExitStack() as failing:
         listeners: dict[str, socket.socket] = {}
         for address in dict.fromkeys(addresses.values()):
-            # All ranks connect at once. Connections beyond the backlog are dropped, and tried again after a second or
-            # more.
+            # All ranks connect at once.
+            # Connections beyond the backlog are dropped, and tried again after a second or more.
             listeners[address] = socket.create_server((address, 0), backlog=len(hosts) + 64)
             failing.callback(listeners[address].close)
         failing.pop_all()

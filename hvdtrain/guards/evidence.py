@@ -141,8 +141,8 @@ class Starvation:
         }
         for thread, (running, _, slices) in turns.items():
             before, state = self._turns.get(thread), processes.stat(f"self/task/{thread}")
-            # MPI's busy-wait loops get many slices: there may be more of them than cores, but each yields, and soon
-            # runs again.
+            # MPI's busy-wait loops get many slices:
+            # there may be more of them than cores, but each yields, and soon runs again.
             if before and state and state.state == "R" and 0 < slices < before.slices + MOST_TURNS * elapsed:
                 self._seconds += elapsed - (running - before.cpu_seconds)
         self._counted_at, self._turns = now, turns

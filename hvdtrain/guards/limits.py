@@ -4,8 +4,7 @@ At the start, ranks cannot exchange messages yet; at the end, others may have en
 where it is.
 
 At its end, a program may work on as long as it likes: only time without work counts (evidence.py). Exit handlers and the
-engine's shutdown have the same limit, whatever they do: a rank that fails while its GPU waits for another one may spin in
-the shutdown for ever. `run.heartbeat()` begins it anew.
+engine's shutdown have the same limit, whatever they do. `run.heartbeat()` begins it anew.
 """
 
 import contextlib
@@ -126,6 +125,8 @@ class Leaving:
         # The interpreter marks the main thread as ended before it waits for other threads and runs its exit handlers.
         exits = not threading.main_thread().is_alive() and not others()
         counts = (exits or self.disconnects) and not self.suspended
+        # Limited whatever they do: a rank that fails while its GPU
+        # waits for another one may spin in the shutdown for ever.
         self.exiting = self.exiting + elapsed if counts else 0.0
         if max(self.idle, self.exiting) >= self.limit:
             self._end(exits)

@@ -130,6 +130,7 @@ class Watch:
             if announced().launcher == OPEN_MPI_NAME and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
                 heard.add(signal.SIGCONT)
             self.signals.listen(heard)
+            # The mask is inherited: of a launcher that blocks SIGTERM, the rank would never get it.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, heard & _blocked)
             os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
@@ -205,6 +206,7 @@ class Watch:
             if self._errors <= MOST_TRACEBACKS and not self._closing:
                 message = f"warning: the watchdog of {self.peers.name(self.rank)} continues after an internal error:\n"
                 say_within(message + traceback.format_exc())
+            # Else an error that comes back at once, as of a closed selector, keeps this thread busy for ever.
             time.sleep(0.1)
 
     def _look(self) -> None:
@@ -359,8 +361,8 @@ class Watch:
         """Under torchrun, kill the ranks of this host that did not answer."""
         if self.detector.asked_at is None or not any("torch" in process.name for process in self.launchers):
             return
-        # torchrun waits 30 s until a rank obeys SIGTERM, others for seconds only. An open connection says that the pid
-        # is still its.
+        # torchrun waits 30 s until a rank obeys SIGTERM, others for seconds only.
+        # An open connection says that the pid is still its.
         for rank in set(self.peers.channels) - set(self.detector.reports):
             if self.peers.is_here(rank):
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -286,8 +286,8 @@ def compared_in_rank(
 ) -> Compared:
     """Return what the rank itself reads of these samples; nothing if it cannot. all_of_them: however long it takes."""
     try:
-        # Of a copy, as workers get it: what the data set opens in the rank must not go to the workers of the next
-        # epoch.
+        # Of a copy, as workers get it: what the data set opens in
+        # the rank must not go to the workers of the next epoch.
         samples: Samples = reduction.ForkingPickler.loads(reduction.ForkingPickler.dumps(Samples(given, seed)))
         with kept():
             if all_of_them:

@@ -40,8 +40,8 @@ class Samples(Travels, Dataset[Any]):
     """Batches of a map-style data set: item (epoch, indices) is the collated batch of those samples.
 
     Before each sample, the generators of torch, Python and numpy are seeded from seed, epoch and index, and from how often
-    a sampler has drawn it before (see `samplers.numbered`). Random augmentation therefore does not depend on the worker or
-    rank that loads the sample. A data set that answers lists of indices is seeded from the list.
+    a sampler has drawn it before (see `samplers.numbered`). A data set that answers lists of indices is seeded from the
+    list.
     """
 
     unwatched = True  # this process has not read a batch yet
@@ -105,6 +105,7 @@ class Samples(Travels, Dataset[Any]):
         """Seed the generators for samples that are read as a list, or for a single one."""
         again, index = divmod(numbers[0], self.count)
         parts = ["list", *numbers] if as_list else [index, *([again] if again else [])]
+        # So random augmentation depends neither on the worker nor on the rank that loads the sample.
         seed_generators(mixed_seed(self.seed, epoch, *parts))
 
 

@@ -26,8 +26,7 @@ LONGEST = 2**16  # characters; Linux allows twice as many in an argument
 def wanted(modules: Sequence[str]) -> str:
     """Return what the server must know, as a name that Python can quote: JSON in hexadecimal digits.
 
-    Without the program if that would be too long. Not an environment variable: glibc's setenv is not safe while other
-    threads, such as MPI's, read the environment.
+    Without the program if that would be too long.
     """
     prepared = spawn.get_preparation_data("server")
     keys = ("sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path")
@@ -35,16 +34,19 @@ def wanted(modules: Sequence[str]) -> str:
         text = json.dumps([list(modules), program], default=str).encode().hex()  # there may be a Path in sys.argv
         if len(text) <= LONGEST:
             break
+    # In a name, not in an environment variable:
+    # glibc's setenv is not safe while other threads, such as MPI's, read the environment.
     return WANTED + text
 
 
 def import_all(modules: Sequence[str], program: Mapping[str, object] | None) -> None:
     """Import the modules, without those that are not installed, and then the program.
 
-    Until that is done, the kernel ends this process with the rank. The server itself would notice the end of the rank only
-    afterwards, half a minute where many ranks share few cores. A launcher waits for that, because the server holds its
+    Until that is done, the kernel ends this process with the rank: a launcher waits for it, because the server holds its
     output open, and a job that is started again shares the cores with it.
     """
+    # The server itself notices the rank's end only after the imports,
+    # half a minute on few cores. A launcher would wait for that.
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in modules:
         with contextlib.suppress(ImportError):

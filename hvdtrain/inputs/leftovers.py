@@ -70,8 +70,7 @@ def remove_sockets() -> None:
 
 
 def sweep_leftovers() -> None:
-    """Remove what belongs to processes of this machine that have ended. Everybody may write to these directories: nothing of
-    other users is touched, and no file is opened."""
+    """Remove what belongs to processes of this machine that have ended."""
     sweep_directory(SEMAPHORES, "sem.")
     for directory in {tempfile.gettempdir(), directory_of_sockets()}:
         sweep_directory(Path(directory), "")
@@ -83,6 +82,7 @@ def sweep_directory(directory: Path, prefix: str) -> None:
         for entry in entries:
             with contextlib.suppress(OSError):
                 ended = entry.name.startswith(prefix) and owner_has_ended(entry.name.removeprefix(prefix))
+                # Everybody may write to these directories: nothing of other users is touched, and no file is opened.
                 if ended and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry.path)

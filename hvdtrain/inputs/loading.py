@@ -40,8 +40,8 @@ def start_workers_early(preload: Sequence[str] = IMAGE_MODULES) -> None:
     leftovers.claim()
     if main_cannot_be_imported():  # Python would try it, in each worker
         vars(sys.modules["__main__"]).pop("__file__", None)
-    # A rank must not fork while MPI or NCCL run: the child has locks that nobody releases, and registered pages become
-    # copy-on-write.
+    # A rank must not fork while MPI or NCCL run:
+    # the child has locks that nobody releases, and registered pages become copy-on-write.
     context = multiprocessing.get_context("forkserver")
     # The second name is no module. torch: a notebook has no program that would import it.
     context.set_forkserver_preload(["hvdtrain.inputs.fork_server", fork_server.wanted([*preload, "torch"])])
@@ -67,8 +67,8 @@ def end_workers() -> None:
 
     The garbage collector would find these later, in a process that goes on.
     """
-    # The garbage collector closes the queues first: torch then waits ten seconds for each worker, which ignores its
-    # SIGTERM.
+    # The garbage collector closes the queues first:
+    # torch then waits ten seconds for each worker, which ignores its SIGTERM.
     for batches in [each for each in _begun if not each._shutdown]:
         for worker in batches._workers:
             worker.terminate = worker.kill  # type: ignore[method-assign] # they ignore SIGTERM

@@ -5,8 +5,7 @@ from multiprocessing's pickles:
 
 - Arrays and small tensors travel in one block of memory, which the workers map, each with changes of its own. Large tensors
   are shared by torch, which copies them once.
-- Functions and classes that the workers cannot import, because they stand in a function, a notebook or a program from
-  standard input, travel by value (cloudpickle, if it is installed).
+- Functions and classes that the workers cannot import, because they stand in a function or a notebook, travel by value.
 - An array that is mapped from a file is mapped from it again.
 """
 
@@ -40,6 +39,7 @@ class Packed:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # Anew for each worker, as locks and queues in it demand. The same parts come each time.
+        # What workers cannot import, as of a notebook or standard input, travels by value, if cloudpickle is installed.
         by_value = _by_value() if main_cannot_be_imported() else None
         try:
             content, parts = self._pickled(by_value or _Importable)

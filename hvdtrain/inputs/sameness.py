@@ -1,8 +1,7 @@
 """Notices ranks whose data sets differ: in what a random split has chosen, in the order of files, in the numbers of classes.
 
 Each rank takes its part of one data set, so all must have the same. At the start, some samples are compared, read under the
-same seed. Hosts may decode the same file a little differently, so values are compared, not their bytes. What a rank itself
-does not read twice alike, because the data set has a generator of its own, is left out. So are paths.
+same seed. What a rank itself does not read twice alike is left out. So are paths.
 """
 
 import hashlib
@@ -52,13 +51,12 @@ def compared_samples(order: torch.Tensor) -> list[int]:
 
 
 def compared_of(numbers: Sequence[int], read: Callable[[int], Any]) -> Compared:
-    """Return what is compared of the samples with these numbers. read: returns a sample, always under the same seed.
-
-    Each is read twice: what is not the same then is random, and not compared.
-    """
+    """Return what is compared of the samples with these numbers. read: returns a sample, always under the same seed."""
     began, compared = time.perf_counter(), Compared()
     for number in numbers:
         try:
+            # What is not the same the second time is random,
+            # because the data set has a generator of its own: it is not compared.
             twice = [leaves(read(number)), leaves(read(number))]
         except BaseException as error:  # such a sample is not compared; if training reads it, that raises the error
             if not isinstance(error, Exception) and get_worker_info() is None:  # such as Ctrl-C
@@ -131,6 +129,7 @@ def same_part(one: Leaf, other: Leaf) -> bool:
         return False
     pairs = list(zip(one[1], other[1], strict=True))
     largest = max((abs(value) for pair in pairs for value in pair if math.isfinite(value)), default=0.0)
+    # Hosts may decode the same file a little differently: values are compared, not their bytes.
     limit = largest * (NEAR if len(pairs) > FEW else NEAR_FEW)
     return all(a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= limit for a, b in pairs)
 
@@ -217,8 +216,7 @@ MOST_KEYS = 100_000  # of a dictionary, which is sorted
 
 def rows_of_dataset(dataset: object) -> dict[str, str]:
     """Return a hash of each list of numbers or names that a data set holds, and of each dictionary of them, such as the
-    numbers of classes, by where it is; of torch's TensorDataset, of its tensors. Of paths, the last part: a copy of the data
-    may be elsewhere."""
+    numbers of classes, by where it is; of torch's TensorDataset, of its tensors."""
     held, known, parts = dict[str, str](), set[int](), [("", dataset)]
     while parts and len(known) < MOST_PARTS:
         where, part = parts.pop(0)
@@ -251,6 +249,7 @@ def names_of_rows(row: Any) -> Any:
     """Return the rows with the last part of each path."""
     if isinstance(row, (list, tuple)):
         return [names_of_rows(one) for one in row]
+    # Of a path, the last part: a copy of the data may be elsewhere.
     return row.rpartition("/")[2] if isinstance(row, str) else row
 
 

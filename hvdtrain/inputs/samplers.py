@@ -58,6 +58,7 @@ class Drawn:
         first = self._draw(0)
         now = self._numbers()
         self._counts = {at: (held, now[at] - held) for at, held in before.items() if now.get(at, held) != held}
+        # Drawn twice: after a restart, the rest of an epoch must come in the same order.
         again = self._draw(0)
         if len(first) != len(again) or not all(map(torch.equal, first, again)):
             raise UserError(
@@ -116,6 +117,7 @@ class Drawn:
                         setattr(part, name, first + epoch * added)
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
+                # A sampler may draw with a generator of its own, which seeds of the global ones do not reach.
                 for value in list(getattr(part, "__dict__", {}).values()):
                     reseed(value, mixed_seed(seed, number))
             drawn = self._to_the_end()
@@ -168,17 +170,14 @@ def numbered(batches: list[Tensor], count: int) -> list[Tensor]:
     """Return the drawn batches of an epoch with k * `count` added to an index that was drawn k times before, so that its
     augmentation is another one. The index of `value` is value % count."""
     order = torch.cat(batches).remainder(count) if batches else torch.empty(0, dtype=torch.int64)
+    # Stable, so that equal indices are counted in the order in which they were drawn.
     values, places = order.sort(stable=True)
     order[places] += count * (torch.arange(len(order)) - torch.searchsorted(values, values))
     return list(order.split([len(batch) for batch in batches]))
 
 
 class SampledLoader(Loader):
-    """A DataLoader with a sampler or batch sampler of the user's own.
-
-    What it draws may depend on what was learnt so far, such as weights by the loss of each sample. So a checkpoint has the
-    order of its epoch.
-    """
+    """A DataLoader with a sampler or batch sampler of the user's own. A checkpoint has the order of its epoch."""
 
     shares_position = True
     _saved: Mapping[str, Any] = {"epoch": None}  # and its order, and the lengths of its batches, int32
@@ -186,6 +185,8 @@ class SampledLoader(Loader):
     def _read_sampler(self) -> None:
         self._drawn = drawn(self._engine, self._given, self._seed)
         self.per_epoch = self._drawn.samples
+        # What is drawn may depend on what was learnt so far,
+        # such as weights by the loss of each sample: the order itself is saved.
         self.position = self._order_of_epoch
         if self._given.batch_size is None:
             self.batches = self._numbered

@@ -34,6 +34,7 @@ def of_other(plan: Plan, part: LoaderPart, position: int, seed: int) -> Iterator
     plan: of the first one. position: in samples, since the beginning of training, through all epochs. seed: of the order.
     """
     source, ratio = part
+    # Two orders: a pass may begin in one epoch of this data set and end in the next.
     order = lru_cache(2)(lambda epoch: source.order(seed, epoch))
     own = plan.own or (plan.rank,)
     for step in itertools.chain.from_iterable(map(plan.epoch, range(plan.first_epoch, plan.epochs))):
@@ -47,8 +48,8 @@ def of_other(plan: Plan, part: LoaderPart, position: int, seed: int) -> Iterator
                     taken.append(order(current)[first : first + missing])
                     at, missing = at + len(taken[-1]), missing - len(taken[-1])
                 groups = torch.cat(taken).view(-1, ratio)  # one for each sample of the first data set in this pass
-                # Each rank takes the same share of both data sets, so that one weight holds for the sum of their
-                # losses.
+                # Each rank takes the same share of both data sets,
+                # so that one weight holds for the sum of their losses.
                 mine = groups[rank :: plan.size] if batch.local_count else groups[:1]
                 yield epoch, PlannedBatch(mine.reshape(-1), batch.weight, batch.local_count * ratio)
         position = at

@@ -130,5 +130,7 @@ def steps(
                 # Batch norm would fail with an empty batch.
                 indices = order[start : start + 1]
             before = rank * (len(together) // size) + min(rank, len(together) % size) if local_count else 0
+            # The weight b_r * N / B: averaged over N ranks,
+            # it leaves the mean over all B samples (docs/how-it-works.md, "The gradient").
             passes.append(PlannedBatch(indices, local_count * size / count, local_count, len(together), before))
         yield PlannedStep(passes, count)

@@ -80,10 +80,11 @@ class WorkerPart(Travels, IterableDataset[Item]):
         return {"drawn": self._drawn, "ended": self._ended, "state": state}
 
     def _position_as_text(self) -> str:
-        """Return the position as JSON, or why it cannot be saved: a worker's exception would come with its traceback."""
+        """Return the position as JSON, or why it cannot be saved."""
         try:
             return json.dumps(self.position())
         except UserError as error:
+            # As a position: an exception of a worker comes with its traceback.
             return json.dumps({"error": str(error)})
 
     def __iter__(self) -> Iterator[Item]:

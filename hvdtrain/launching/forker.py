@@ -7,8 +7,8 @@ launch/*.sh --restarts             starts it; a client in place of each rank ask
     python -m hvdtrain.launching.forker (-m MODULE | FILE) ARGUMENTS
 
 The latter prints the name of its socket, and exits after the process that started it, once no rank is left. It supports only
-programs that import hvdtrain, because these set their number of threads after the fork. Who asks connects to the socket
-once for each rank, sends a `Request`, and is answered with lines: the rank's pid, and its exit code once it has ended.
+programs that import hvdtrain. Who asks connects to the socket once for each rank, sends a `Request`, and is answered with
+lines: the rank's pid, and its exit code once it has ended.
 
 A fork copies only the calling thread. Therefore this process has one thread, and uses neither MPI, CUDA nor OpenMP. A rank
 has its own process group, and ends when this process ends.
@@ -142,6 +142,7 @@ def main() -> int:
     os.close(null)
     try:
         source = run_script.source(run_script.find_program(words))
+        # Programs that import hvdtrain set their number of threads after the fork. Others would keep this process's.
         if not any(name.split(".")[0] == "hvdtrain" for name in modules_of(source)):
             return 0
         import_once(source, ())
@@ -382,6 +383,7 @@ def _load(name: str) -> Exception | None:
 def _check(allowed: int, what: str) -> None:
     """Raise UserError if importing `what` did something that does not survive a fork. allowed: number of threads."""
     done = []
+    # A fork copies only the calling thread: what another one had locked stays locked for ever.
     if len(processes.own_threads()) > allowed:
         done.append("starts threads")
     torch = sys.modules.get("torch")

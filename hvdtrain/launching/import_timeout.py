@@ -90,8 +90,8 @@ def limited(seconds: float, message: str, late: float = 0.0) -> Iterator[None]:
 
     thread = threading.Thread(target=warn, name="import", daemon=True)
     thread.start()
-    # No Python thread runs while a library is loaded, which holds the GIL. That of faulthandler is written in C, and
-    # needs none.
+    # No Python thread runs while a library is loaded, which holds the GIL.
+    # That of faulthandler is written in C, and needs none.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # sys.stderr is not a file
         faulthandler.dump_traceback_later(seconds + late + AFTER_MESSAGE, exit=True)
     # If nobody reads the output, faulthandler waits for ever. Then the kernel ends the process, by SIGALRM.

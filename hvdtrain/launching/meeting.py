@@ -226,6 +226,7 @@ class Meeting:
     def linger(self) -> None:
         """On the first starter, at its end: if ranks have failed, wait until the other starters have noticed."""
         if self._server is not None and self.size > 1 and self.failure():
+            # The server ends with this process. The others ask it every FAILURE_SECONDS whether a host has failed.
             time.sleep(FAILURE_SECONDS + 1.0)
 
     def failure(self) -> str | None:

@@ -197,13 +197,10 @@ def launcher_name(arguments: list[str]) -> str | None:
 
 
 def launchers() -> list[Process]:
-    """Return the processes from this one's parent up to its outermost launcher; empty if no launcher started it.
-
-    Processes above the launcher, such as a shell, are left out: they may end normally while the job runs (nohup, setsid, a
-    closed session).
-    """
+    """Return the processes from this one's parent up to its outermost launcher; empty if no launcher started it."""
     chain: list[Process] = []
     top = 0
+    # The parent of a forked rank is the forker. Its client is what the launcher has started.
     found = stat(proxy or os.getpid())
     while found is not None and len(chain) < MOST_ANCESTORS and (parent := found.parent) > 1:
         found = stat(parent)
@@ -213,6 +210,7 @@ def launchers() -> list[Process]:
         chain.append(Process(parent, found.started, name or "process"))
         if name is not None:
             top = len(chain)
+    # Processes above the launcher, such as a shell, may end while the job runs: nohup, setsid, a closed session.
     return chain[:top]
 
 

@@ -218,6 +218,7 @@ def code_of(left: SystemExit) -> int:
     if left.code is None:
         return 0
     if isinstance(left.code, int):
+        # The kernel keeps eight bits of an exit code.
         return left.code & 0xFF
     put_line(sys.stderr, f"{left.code}\n")
     return 1

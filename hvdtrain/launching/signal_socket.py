@@ -71,6 +71,7 @@ class SignalSocket:
         with contextlib.suppress(BlockingIOError):
             numbers = self.socket.recv(4096)
         if numbers and self._before >= 0:
+            # An event loop of the program had the descriptor before, and waits for its own signals.
             with contextlib.suppress(OSError):  # an event loop, which is full or has ended
                 os.write(self._before, numbers)
         return numbers

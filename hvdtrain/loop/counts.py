@@ -37,8 +37,8 @@ class Counts:
             self._counts.setdefault(one, {})[number] = count
         if isinstance(count, Tensor) and not count.is_floating_point():  # else torch divides in its default dtype
             count = count.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
-        # The average over ranks divides by `size`. What is left is the sum over items, divided by the samples of the
-        # step.
+        # The average over ranks divides by `size`.
+        # What is left is the sum over items, divided by the samples of the step.
         return count * self._engine.size / self._samples
 
     def divide(self) -> None:
@@ -96,8 +96,8 @@ class Counts:
 
     def _of_all(self, own: Tensor) -> Tensor:
         """Return the number of items over the ranks that average their gradients; those of this process have `own`."""
-        # If those that average are some of all ranks, they may have no item: their gradients are zero, to be divided by
-        # 1.
+        # If those that average are some of all ranks, they may have no item:
+        # their gradients are zero, to be divided by 1.
         total = self._engine.sum_of_ranks(own, "tokens")
         return total if self._engine.of_all_ranks else torch.where(total > 0, total, torch.ones_like(total))
 

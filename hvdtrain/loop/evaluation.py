@@ -249,8 +249,8 @@ class Evaluation:
             tally.sums[name] = tally.sums[name] + total if name in tally.sums else total
             if count is not None:
                 tally.counts[name] = tally.counts[name] + count if name in tally.counts else count
-        # A program records the same in each batch, so that the first one has told. The mode slows down every call of
-        # torch.
+        # A program records the same in each batch, so that the first one has told.
+        # The mode slows down every call of torch.
         self._means.stop()
 
     def means(self) -> dict[str, float]:
@@ -430,6 +430,6 @@ class SharedBuffers:
         """Restore this rank's buffers of before the evaluations at this position, for a checkpoint from which these are
         repeated."""
         for tensor, own in self._own.values():
-            # A resumed run repeats the evaluation and averages again: a mean of means may have other bits, as sums are
-            # rounded.
+            # A resumed run repeats the evaluation and averages again:
+            # a mean of means may have other bits, as sums are rounded.
             tensor.copy_(own)

@@ -30,8 +30,8 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # The reduction is in place, and autograd may use this gradient elsewhere: it works on a copy.
         total = gradient.contiguous().clone()
-        # Each rank's loss uses the rows of all. This sum is divided by the number of ranks later, with all other
-        # gradients.
+        # Each rank's loss uses the rows of all.
+        # This sum is divided by the number of ranks later, with all other gradients.
         ctx.engine.all_reduce_(total, "sum", "gather.gradient")
         return total[ctx.first : ctx.first + ctx.length], None, None
 
@@ -145,8 +145,8 @@ class Rehearsals:
         self._at[rank] += 1
         if self._round is ROWS:
             self._rows[rank].append(own.detach().requires_grad_(own.requires_grad))
-            # Rows of later ranks are not there yet. This rank's stand in for them, in the number and shape that they
-            # will have.
+            # Rows of later ranks are not there yet.
+            # This rank's stand in for them, in the number and shape that they will have.
             total = len(rows) * together // batch.count if batch.count else len(rows) * self._engine.size
             return torch.cat([rows] * (total // max(1, len(rows)) + 1))[:total]
         first = sum(self._lengths[number][:rank]) if number < len(self._whole) else 0

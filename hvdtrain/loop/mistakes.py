@@ -52,10 +52,8 @@ BESIDE_STEPS: dict[type, str] = {
 
 
 def beside_steps(steps: object) -> str | None:
-    """Return what to say of an iterator around that of the steps, which an epoch that is resumed begins again.
-
-    The program has just made it, so only young objects are looked at: all that a program holds take 70 ms.
-    """
+    """Return what to say of an iterator around that of the steps, which an epoch that is resumed begins again."""
+    # The program has just made it, so only young objects are looked at: all that a program holds take 70 ms.
     young = (one for generation in (0, 1) for one in gc.get_objects(generation))
     for one in young:
         if type(one) in BESIDE_STEPS:
@@ -103,6 +101,7 @@ class Outputs:
         for loop, reference in self._made:
             output = reference()
             if output is not None and output.numel():
+                # By memory: what `detach` returns is another tensor with the same one.
                 kept[output.untyped_storage().data_ptr()] = loop
         for one in inputs:
             if isinstance(one, Tensor) and kept.get(one.untyped_storage().data_ptr(), self._loop) != self._loop:

@@ -140,11 +140,11 @@ def eager(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
     hvdtrain never compiles an optimizer.
     """
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
-    # The decorators exclude these methods from torch.compile, and import all of it to do so (torch 2.15.0:
-    # torch/_compile.py).
+    # The decorators exclude these methods from torch.compile,
+    # and import all of it to do so (torch 2.15.0: torch/_compile.py).
     plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}
-    # The decorator of `step` also turns gradients off (`_use_grad` in torch/optim/optimizer.py): without it, no_grad
-    # does.
+    # The decorator of `step` also turns gradients off (`_use_grad`
+    # in torch/optim/optimizer.py): without it, no_grad does.
     return cast("type[AnyOptimizer]", type(kind.__name__, (kind,), plain | {"step": torch.no_grad()(plain["step"])}))
 
 

@@ -240,8 +240,8 @@ def refuse_parts(
             remedy = "give each parameter to one optimizer, or several losses to one step.backward()"
             raise UserError(f"run.prepare(): {names[shared.pop()]} is in two optimizers: {remedy}")
         taken.update(parameters_of(optimizer))
-    # Hooks stay on the parameters, so a second run would reduce gradients twice. And a fold would begin with weights
-    # that know its data.
+    # Hooks stay on the parameters, so a second run would reduce gradients twice.
+    # And a fold would begin with weights that know its data.
     _of_earlier_runs.update(
         layer for _, layer in layers if any(p.requires_grad for p in layer.parameters(recurse=False))
     )
@@ -389,8 +389,8 @@ def give_memory(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.layout is not torch.strided:
                 continue
-            # Values are received into the buffer's memory. Elements that share memory, or are computed when read,
-            # cannot take them.
+            # Values are received into the buffer's memory.
+            # Elements that share memory, or are computed when read, cannot take them.
             own = buffer.resolve_conj().resolve_neg()
             if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
                 own = own.contiguous()

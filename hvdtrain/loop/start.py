@@ -177,8 +177,8 @@ def kind_of_run(flags: Flags) -> type[Run]:
 @contextlib.contextmanager
 def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, named: bool = False) -> Iterator[Run]:
     """Do the same as `start`, with an engine that is already running. named: whether the script has named `metrics`."""
-    # Comes first: with another batch size or seed, ranks would hang in a later collective, or train differently without
-    # an error.
+    # Comes first: with another batch size or seed, ranks would hang
+    # in a later collective, or train differently without an error.
     require_same_flags(engine, flags.of_all_ranks())
     track_as = (flags.track, flags.program) if flags.track else None
     output = RunOutput(
@@ -251,7 +251,7 @@ def carried_out(run: Run) -> Iterator[None]:
                 checkpoints.mirror.end(run.stopping.heartbeat)
         for feature in run.features.all:
             feature.close(failed=failed)
-        # Left to the garbage collector, in a notebook, torch waits up to ten seconds for each worker of a failed
-        # training.
+        # Left to the garbage collector, in a notebook,
+        # torch waits up to ten seconds for each worker of a failed training.
         if loading := sys.modules.get("hvdtrain.inputs.loading"):
             loading.end_workers()

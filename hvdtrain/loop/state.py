@@ -116,8 +116,8 @@ class Length(NamedTuple):
     def ended(self, state: TrainState, metrics: Mapping[str, Metric], facts: Mapping[str, Any]) -> str:
         """Return why there is nothing to train in a run that is resumed; empty if there is something. facts: of its
         checkpoint."""
-        # The program had left its loop by itself, such as by early stopping. With the same length, it would leave it
-        # again.
+        # The program had left its loop by itself, such as by early stopping.
+        # With the same length, it would leave it again.
         left = facts["ended"] == self.ends() and facts["state"]["step"] == state.step
         if (self.epochs or self.steps) and not self.is_left(state):
             return "this run has finished: more epochs or steps continue it, another --output-dir begins a new one"

@@ -295,6 +295,7 @@ class Step:
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
+        # Detached: otherwise, the graph of each micro-batch would be kept until the end of the step.
         self.losses.append(loss.detach())
         self._begin_backward(chosen)
         if count is None:
@@ -322,6 +323,7 @@ class Step:
                 continue
             first, version = self._gradients[one]
             grads = [p.grad for p in self._shared.prepared.trained[one] if p.grad is not None]
+            # torch counts each write into a tensor: `_version` is another one after clipping or clearing.
             if grads and first._version == version:
                 continue
             if not any(bool(grad.any()) for grad in grads):
@@ -412,6 +414,7 @@ class Step:
                     break
             prepared.engine.synchronize(optimizer)
             self._reduced[optimizer] = True
+        # Compared in the first step alone: a comparison is a message between all ranks.
         if first:
             count_given = "one" if self.items is not None and self.items.given else "none"
             shared.engine.require_equal("count= of step.backward()", count_given, "give it on all ranks, or on none")

@@ -85,8 +85,8 @@ class Stopping:
 
     def is_asked_anywhere(self) -> bool:
         """Return, on all ranks, whether any rank knows of a stop request. A collective."""
-        # Ranks hear of a signal at slightly different times: if each decided alone, some would wait in the next
-        # collective.
+        # Ranks hear of a signal at slightly different times:
+        # if each decided alone, some would wait in the next collective.
         mine = torch.tensor([float(self.watch.stop_reason is not None)])
         return bool(self.engine.sum(mine, "evaluate.stop").item())
 
@@ -135,8 +135,8 @@ class Stopping:
         if ahead and save.step is not None and save.step <= step + self.stride:
             save.wait()
         elif due and save.step is None:
-            # Two steps ahead: the message arrives before the other ranks reach that step, so that they rarely wait for
-            # it.
+            # Two steps ahead: the message arrives before the other
+            # ranks reach that step, so that they rarely wait for it.
             save.make(step + 2 * ahead * self.stride)
         if stops and stop.step is None:
             stop.make(step + ahead)
@@ -184,8 +184,8 @@ def early_ends_refused(engine: Engine, place: Callable[[], str]) -> Iterator[Non
     """Context manager around the program's part of the training block, in which whatever would end it early, in silence or
     with another rank blamed, is said in one line. place: called for where in the training it is."""
     with contextlib.ExitStack() as stack:
-        # `hvd.shutdown()` or `destroy_process_group()` in the block would take the engine from under the other ranks'
-        # collectives.
+        # `hvd.shutdown()` or `destroy_process_group()` in the block
+        # would take the engine from under the other ranks' collectives.
         for module, name in engine.ending_calls():
             whole = getattr(module, name)
             stack.callback(setattr, module, name, whole)

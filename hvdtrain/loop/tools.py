@@ -129,8 +129,8 @@ class RunTools:
         kind = formats.require_kind(path := Path(path))
         if kind in formats.PROGRAMS and not example:
             raise refusal("program without example", NAME=repr(path.name))
-        # With --sync-every, ranks have different weights within an epoch. Averaging them is a collective, so all ranks
-        # enter.
+        # With --sync-every, ranks have different weights within an epoch.
+        # Averaging them is a collective, so all ranks enter.
         with self.raising_together("export"), self.alone(), self.shared_weights():
             if self.rank == 0:
                 formats.write_export(kind, chosen, example, path)

@@ -50,8 +50,8 @@ def redirect(module: ModuleType) -> None:
     """Replace torch's own place by that of the variable."""
     place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if place and hasattr(module, "default_cache_dir"):
-        # torch's own place is one name in the directory for temporary files. Another user may have put files there, to
-        # be executed.
+        # torch's own place is one name in the directory for temporary files.
+        # Another user may have put files there, to be executed.
         vars(module)["default_cache_dir"] = lambda: str(Path(place).absolute())
 
 

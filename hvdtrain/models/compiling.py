@@ -38,10 +38,9 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") -> nn.Module:
     """Compile `model` for training, and return it. Raises UserError.
 
-    Its blocks are compiled one by one, because the gradients of compiled code are ready all at once, at its end: of a model
-    compiled as one, no gradient would be reduced during the backward pass. A method `end` is compiled as another block: what
-    follows them up to the loss, of a model that has it. What is around the blocks of others is not compiled, which gained
-    nothing (docs/evidence/gpus.md). In evaluation mode, the model runs as before.
+    Its blocks are compiled one by one. A method `end` is compiled as another block: what follows them up to the loss, of a
+    model that has it. What is around the blocks of others is not compiled, which gained nothing (docs/evidence/gpus.md). In
+    evaluation mode, the model runs as before.
     """
     require_compiler(device)
     if isinstance(model, nn.DataParallel):  # copies the modules in each step, and with them the compiled calls
@@ -50,6 +49,8 @@ def compiled(model: nn.Module, device: torch.device, backend: Any = "inductor") 
 
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     setattr(limits, name, max(MOST_COMPILATIONS, getattr(limits, name)))
+    # Compiled code has its gradients ready all at once, at its end.
+    # Of a model compiled as one, none could be reduced meanwhile.
     for block in list(repeated_blocks(model)) or [model]:
         # Not `nn.Module.compile`: the layers' names and the state_dict stay, but evaluations and samples would be compiled.
         block.forward = _in_training(block, block.forward, backend)

@@ -71,6 +71,7 @@ def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> No
 
     model = copy.deepcopy(model).cpu().eval()
     inputs = tuple(tensor.detach().cpu() for tensor in example)
+    # Trap: torch.export takes a size of 1 in the example for a constant, so that it has two samples.
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs)
     try:

@@ -41,6 +41,7 @@ VOCABULARIES = {"shakespeare-cpu": 65, "gpt-small": 256, "gpt2": 50_257}  # for 
 
 def padded(vocabulary: int) -> int:
     """Return the next multiple of 64: 50,304 for GPT-2's 50,257, as in nanoGPT."""
+    # GPUs multiply matrices fastest whose sides are multiples of 64.
     return -(-vocabulary // 64) * 64
 
 
@@ -94,8 +95,8 @@ class GPT(nn.Module):
     """A GPT model. Input: tokens, int64 [b, t] with t <= context. Output: logits of the next tokens, [b, t, rows], or their
     mean loss if targets are given.
 
-    rows: of the token embedding, at least `vocabulary` (default). The logits of the rest are learned to be low, and never
-    sampled. GPUs multiply matrices fastest whose sides are multiples of 64 (`padded`).
+    rows: of the token embedding, at least `vocabulary` (default): see `padded`. The logits of the rest are learned to be
+    low, and never sampled.
     """
 
     def __init__(self, sizes: Sizes, vocabulary: int, dropout: float = 0.0, rows: int | None = None) -> None:
@@ -125,7 +126,8 @@ class GPT(nn.Module):
         return self.end(stream, targets)
 
     def end(self, stream: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits or loss. Compiled as a whole, it has no logits of float32: GPT-2's are 2.5 GB for 12 sequences."""
+        """Return logits or loss."""
+        # Compiled as a whole, this has no logits of float32: GPT-2's take 2.5 GB for 12 sequences.
         logits = F.linear(self.norm(stream), self.tokens.weight if self.head is None else self.head.weight)
         return logits if targets is None else loss_of(logits, targets)
 

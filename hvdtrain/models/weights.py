@@ -24,7 +24,8 @@ STRING_OR_OBJECT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\{', re.DOTALL)
 
 
 def require_file(path: Path) -> None:
-    """Raise ValueError if `path` is not a regular file: opening a pipe or a device might block. Raises OSError."""
+    """Raise ValueError if `path` is not a regular file. Raises OSError."""
+    # To open a pipe or a device might wait for ever.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
 
@@ -69,12 +70,12 @@ def require_match(state: Mapping[str, Any], expected: Mapping[str, Any], *, type
 
 
 def require_values(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a tensor of a file has no values that the model's can take: load_state_dict ended in a traceback
-    for those of other layouts, and kept the real part of complex ones."""
+    """Raise ValueError if a tensor of a file has no values that the model's can take."""
     for name, tensor in state.items():
         if is_extra(name, tensor):
             continue
         of = "sparse" if tensor.layout != torch.strided else "quantized" if tensor.is_quantized else ""
+        # load_state_dict keeps the real part of complex values, and ends in a traceback for other layouts.
         if tensor.is_complex() and not (name in expected and expected[name].is_complex()):
             of = "complex"
         if of or tensor.is_meta:

@@ -164,10 +164,7 @@ class Clock:
 
 
 class DeviceTimes:
-    """Measures the time of an accelerator by phase, with events on its current stream. It never waits for the device.
-
-    The host only queues work, and is soon ahead. Where it then waits says nothing about what the device does meanwhile.
-    """
+    """Measures the time of an accelerator by phase, with events on its current stream. It never waits for the device."""
 
     def __init__(self, device: torch.device):
         self._device, self._backend = device, module_of(device)
@@ -193,6 +190,7 @@ class DeviceTimes:
     def mark(self, phase: str) -> None:
         """Add the time since the last mark to `phase`: from when the device had done its work until then to when it has
         done its work until now."""
+        # The host only queues work, and is soon ahead: where it waits says nothing about the device.
         event = self._now()
         self._spans.append((phase, self._marked, event))
         self._marked = event

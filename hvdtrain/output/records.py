@@ -101,9 +101,9 @@ class Events:
             self._missing += 1
 
     def _reopen_if_removed(self) -> None:
-        """Begin the file anew where it was removed: else, all that follows would be lost without a word. Raises OSError,
-        also if another run has begun one there since."""
+        """Begin the file anew where it was removed. Raises OSError, also if another run has begun one there since."""
         assert self._file is not None
+        # A file without a name was removed: what is appended to it is lost with it, without an error.
         if os.fstat(self._file.fileno()).st_nlink:
             return
         removed, there = self._file, files.open_to_append(self._path)

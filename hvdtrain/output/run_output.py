@@ -66,6 +66,7 @@ class RunOutput(records.Events):
             summary = directory / "summary.json"
             if summary.is_dir() and not summary.is_symlink():
                 summary.rename(files.unused_name(summary))
+            # A summary tells that a run has ended: that of an earlier attempt would say so of this one.
             summary.unlink(missing_ok=True)
             self.open_events(directory / "metrics.jsonl", continued=continued)
         if self._wants_board:

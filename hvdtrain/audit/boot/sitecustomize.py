@@ -81,6 +81,7 @@ def raw(tensor: Any) -> bytes:
     words = tensor.view(-1).view(torch.int64)
     if words.device not in FACTORS:
         mixed = torch.arange(1 << 20, device=words.device) * 0x1E3779B97F4A7C15
+        # Odd, so that a product modulo 2^64 loses no bit of a word.
         FACTORS[words.device] = (mixed ^ mixed >> 29) * 0x3F58476D1CE4E5B9 | 1
     multiplied = torch.dot if words.is_cpu else lambda part, factors: (part * factors).sum()
     factors = FACTORS[words.device]
@@ -130,8 +131,9 @@ def rows_of(tensor: Any, sums: list[int] | None = None) -> list[int]:
 
 
 def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
-    """Return content and index of each row. Inputs that have no row for each sample belong to the content of all."""
+    """Return content and index of each row."""
     columns = [tensor for tensor in inputs if len(tensor) == len(inputs[0]) and tensor.layout is torch.strided]
+    # Inputs that have no row for each sample, such as a mask of positions, belong to the content of all.
     shared = zlib.crc32(b"".join(raw(tensor) for tensor in inputs if not any(tensor is column for column in columns)))
     contents = [shared] * len(inputs[0])
     for tensor in columns:
@@ -140,12 +142,13 @@ def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
 
 
 def is_within_a_step() -> bool:
-    """Return whether the hook that calls this is of a step that another step calls, as those of Horovod's optimizers do."""
+    """Return whether the hook that calls this is of a step that another step calls."""
     frame, steps = sys._getframe(), 0
     while frame and steps < 2:
         code = frame.f_code
         steps += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
         frame = frame.f_back  # type: ignore[assignment] # None at the outermost
+    # The step of one of Horovod's optimizers calls that of the class which it is made of.
     return steps == 2
 
 
