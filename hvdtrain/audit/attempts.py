@@ -141,16 +141,16 @@ def copy(said: IO[bytes], path: Path, lost: Path) -> None:
     with path.open("wb", buffering=0) as file:
         while part := said.read(1 << 16):
             written = 0
+            # On a full disk, all that is said is still read: else the program waits for a reader.
             with contextlib.suppress(OSError):
                 written = file.write(part)
             if written < len(part):
-                # On a full disk, all that is said is still read: else the program waits for a reader.
                 lost.touch()
 
 
 def members(log: Path) -> Iterator[tuple[int, str]]:
     """Yield number and command line of the processes of a run, wherever its launcher has put them."""
-    # A launcher may put ranks into any session or container, but hands on the audit's variable.
+    # Wherever a launcher has put a rank, its environment has the audit's variable.
     mark = f'{VARIABLE}={{"log": {json.dumps(str(log))},'.encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user

@@ -25,7 +25,7 @@ def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: 
     # With an odd number of ranks on two sockets, one of them has a socket of its own:
     # cores are shared by different numbers.
     share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
-    # Three thirds of a core add up to a little less than one.
+    # Ten tenths of a core may add up to a little less than one.
     return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
 
 

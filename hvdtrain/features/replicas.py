@@ -40,7 +40,7 @@ def compare(
     kinds = Counter(tuple(row.tolist()) for row in rows)
     if len(kinds) == 1:
         return
-    # Of three ranks or more, the majority is right. Of two, nobody can say which one is.
+    # A majority tells which ranks are wrong. Of two that differ, nobody can say which one is.
     usual, votes = kinds.most_common(1)[0]
     unlike = [rank for rank, row in zip(engine.ranks(), rows, strict=True) if tuple(row.tolist()) != usual]
     first = next(i for i in range(len(names)) if len(set(rows[:, i].tolist())) > 1)

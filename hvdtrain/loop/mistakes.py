@@ -53,7 +53,7 @@ BESIDE_STEPS: dict[type, str] = {
 
 def beside_steps(steps: object) -> str | None:
     """Return what to say of an iterator around that of the steps, which an epoch that is resumed begins again."""
-    # The program has just made it, so only young objects are looked at: all that a program holds take 70 ms.
+    # The program has just made it, so only young objects are looked at: a look at all takes 70 ms.
     young = (one for generation in (0, 1) for one in gc.get_objects(generation))
     for one in young:
         if type(one) in BESIDE_STEPS:

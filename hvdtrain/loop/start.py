@@ -131,7 +131,7 @@ def features_of(
     from hvdtrain.features.replicas import Replicas
     from hvdtrain.features.schedule_rules import ScheduleRules
 
-    # Each is imported only if it is asked for: all ranks of a host import at the same time.
+    # What is not asked for is not imported: all ranks of a host import at the same time.
     features: list[Feature] = []
 
     features.append(non_finite.of(engine, flags, output, name_of))

@@ -133,7 +133,7 @@ def rows_of(tensor: Any, sums: list[int] | None = None) -> list[int]:
 def samples(inputs: list[Any], batches: "Batches") -> list[tuple[int, Any]]:
     """Return content and index of each row."""
     columns = [tensor for tensor in inputs if len(tensor) == len(inputs[0]) and tensor.layout is torch.strided]
-    # Inputs that have no row for each sample, such as a mask of positions, belong to the content of all.
+    # Inputs that have no row for each sample belong to the content of all.
     shared = zlib.crc32(b"".join(raw(tensor) for tensor in inputs if not any(tensor is column for column in columns)))
     contents = [shared] * len(inputs[0])
     for tensor in columns:
