@@ -108,6 +108,7 @@ def measure_messages(engine: Engine, dtype: str, count: int, seconds: float) -> 
     tensor = torch.full((count,), engine.rank + 1, device=engine.device, dtype=MESSAGE_DTYPES[dtype])
     engine.all_reduce_(tensor, "sum", name)  # also the first warm-up
     expected = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
+    # float16 has 11 bits: sums over many ranks are rounded.
     if not torch.isclose(tensor, expected, rtol=0.01).all():
         raise Failure(f"{engine.description}: wrong sum of {count} {dtype}")
     tensor.zero_()  # so that repeated sums stay finite

@@ -60,6 +60,7 @@ def check_interfaces(findings: Findings, here: Here) -> None:
     for variable in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"):
         named = os.environ.get(variable, "")
         for name in [] if named.startswith("^") else named.split(","):  # ^: all but these
+            # NCCL takes "=eth0" as a whole name, and "eth" as the beginning of names.
             plain = name.lstrip("=")
             if plain and "/" not in plain and not any(interface.startswith(plain) for interface in known):
                 what = f"{variable}={name}: no such interface here"

@@ -112,6 +112,7 @@ def check_all_reduce(findings: Findings, here: Here, engine: Engine) -> None:
             name = f"doctor.{device.type}.{elements}"
             tensor = torch.full((elements,), float(engine.rank + 1), device=device)
             wanted = torch.full_like(tensor, engine.size * (engine.size + 1) / 2)
+            # Small whole numbers are exact in float32, in whatever order ranks are added.
             if not torch.equal(engine.sum(tensor, name), wanted):
                 what = f"the all-reduce on {device.type} gives a wrong sum"
                 do = "make setup SETUP=--fresh; if that does not help, report a bug"
@@ -120,6 +121,7 @@ def check_all_reduce(findings: Findings, here: Here, engine: Engine) -> None:
             for _ in range(repeats):
                 engine.barrier()
                 began = time.perf_counter()
+                # Zeros, because repeated sums of others would become infinite.
                 engine.all_reduce_(tensor.zero_(), "sum", name)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
