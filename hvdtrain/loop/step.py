@@ -393,7 +393,8 @@ class Step:
 
     def _reduce(self) -> None:
         """Reduce the gradients over all ranks."""
-        self._require_gradients(list(self.backwards))
+        if self._gradients:
+            self._require_gradients(list(self.backwards))
         shared, prepared = self._shared, self._shared.prepared
         shared.clock.mark("compute", at=prepared.engine.gradients_ready_at)
         if not self.backwards:

@@ -5,7 +5,7 @@ from torch import nn
 
 from hvdtrain.engines.errors import UserError
 
-SMALL = 100  # pixels: smaller images are tried, as some models need more (inception_v3, 75)
+SMALL_IMAGES = 100  # pixels: smaller images are tried, as some models need more (inception_v3, 75)
 
 
 def require_torchvision() -> None:
@@ -36,7 +36,7 @@ def build_model(name: str, classes: int, side: int) -> nn.Module:
         options["input_size"] = (side, side)
     try:
         net: nn.Module = models.get_model(name, weights=None, **options)
-        if side < SMALL:
+        if side < SMALL_IMAGES:
             with torch.no_grad():
                 net.eval()(torch.zeros(1, 3, side, side))
             net.train()
