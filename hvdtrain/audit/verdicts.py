@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from .attempts import Run, Step
+from .attempts import Run, Step, Trace
 
 Rules = Iterator[Any]
 
@@ -222,8 +222,15 @@ def random_numbers(case: Case) -> Rules:
 
 
 def samples(case: Case) -> Rules:
-    expected = case.samples(case.whole.run, 0, case.whole.run.steps)
-    got = case.samples(case.killed, 0, case.start) + case.samples(case.resumed, 0, case.resumed.steps)
+    whole = case.whole.run
+    expected = case.samples(whole, 0, whole.steps)
+    # A rank that was stopped within a step that another has ended and saved had computed its part of it, and not told so.
+    ended = {
+        rank: Trace(trace.steps + whole.trace(rank).steps[len(trace.steps) : case.start])
+        for rank, trace in case.killed.ranks.items()
+    }
+    before = case.samples(replace(case.killed, ranks=ended), 0, case.start)
+    got = before + case.samples(case.resumed, 0, case.resumed.steps)
     wanted, used = (sum(counters, Counter[Any]()) for counters in (expected, got))
     yield not wanted and not_seen("no sample passed through the arguments of a module")
     more = used - wanted

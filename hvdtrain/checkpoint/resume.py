@@ -413,6 +413,9 @@ class Resume:
         before, engine = self.facts["engine"], self.engine
         if before != engine.name and max(self.facts["world_size"], engine.size) > 1 and not engine.takes_turns:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
+        asked = self.config.get("weights")
+        if asked is not None and asked != self.facts["config"].get("weights"):
+            self.output.say(f"--weights {asked} is not used: the weights are those of the checkpoint")
         for name in ROUNDING:
             there, here = (config.get(name) for config in (self.facts["config"], self.config))
             if there != here and max(self.facts["world_size"], engine.size) > 1:

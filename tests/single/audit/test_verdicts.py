@@ -49,6 +49,15 @@ def test_nothing_fails_from_any_step_on():
     assert failing(run(11, STEPS)).keys() == {"resumes"}  # the killed run was not there
 
 
+def test_a_rank_that_was_stopped_within_a_step_that_another_has_saved_has_lost_nothing():
+    whole, killed, resumed = run(0, STEPS, ranks=2), run(0, 9, -9, ranks=2), run(9, STEPS, ranks=2)
+    del killed.ranks[1].steps[8:]
+    found = verdicts(resumed, killed, whole=whole)
+    assert {verdict.status for verdict in found.values()} <= HOLDS, found
+    del resumed.ranks[1].steps[0]["rows"][1]
+    assert "1 lost" in verdicts(resumed, killed, whole=whole)["samples"].text
+
+
 def test_whether_it_goes_on():
     empty = run(STEPS, STEPS)
     assert failing(run(8, 9, None)) == {"resumes": "it hangs: no end after 5 s and 1 steps"}

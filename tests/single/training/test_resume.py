@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain import imagenet, mnist, training
+from hvdtrain import export, imagenet, mnist, training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
 from hvdtrain.checkpoint.writer import CheckpointInterval
@@ -81,6 +81,13 @@ def test_another_configuration_is_refused_with_the_flags_named(flags, copy):
     assert OTHER_FLAGS[flags] in str(refused.value)
     assert str(refused.value).count(" in the checkpoint, ") <= 3
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
+
+
+def test_a_resumed_run_says_that_other_weights_are_not_used(copy, tmp_path, capfd):
+    file = tmp_path / "weights.pt"
+    assert export.main([str(copy), "--to", str(file)]) == 0
+    assert alone(copy, f"--weights {file}") == 0
+    assert f"--weights {file} is not used: the weights are those of the checkpoint" in capfd.readouterr().out
 
 
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
