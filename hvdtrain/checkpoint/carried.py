@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
-from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.checkpoint.uses import (
     ATTRIBUTES,
     VARIABLES,
@@ -80,6 +80,7 @@ class Carried:
         self._told, self._lines = set[str](), 0
         self._judged = dict[str, bool]()  # by the name of a module: whether it is the program's own
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
+        self._results: set[str] | None = None  # names of collections that have results of the model after a step
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
@@ -125,6 +126,9 @@ class Carried:
         samples: of the whole epoch."""
         before, self._at_head = self._at_head, {}
         with OF_THE_PROGRAM:
+            # In an evaluation, they are plain tensors: here alone, such as a hook's last outputs are told from memories.
+            if self._results is None and self._frame is not None:
+                self._results = {name for name, leaf in self._marks().items() if RESULT in repr(leaf.mark)}
             # A mean that is printed for the epoch would be that of its last steps.
             now = self._marks_of(variables_of(self._of_steps())) if before else {}
             changed = [
@@ -180,7 +184,8 @@ class Carried:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
         lost = [
             name for name, leaf in now.items()
-            if (name in self._began or leaf.owner is not None) and repr(self._first.get(name, leaf.mark)) != repr(leaf.mark)
+            if (name in self._began or leaf.owner is not None) and name not in (self._results or ())
+            and repr(self._first.get(name, leaf.mark)) != repr(leaf.mark)
         ]  # fmt: skip
         for name in [name for name in lost if self._is_filled(name, now[name])]:
             self._first[name] = now[name].mark

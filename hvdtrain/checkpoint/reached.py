@@ -42,6 +42,7 @@ PARTS_OF_DATA = ("dataset", "datasets", "transform", "transforms", "target_trans
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
+RESULT = "<the result of a forward pass>"  # the mark of a tensor
 HOOK = "hook"  # in the path of a function that is hooked in
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
@@ -232,7 +233,7 @@ class Reached:
             return (len(value), hash(value)) if long else value
         if id(value) not in self._apart and isinstance(value, Tensor):
             # A result of the model is one of this step: no later step can differentiate through it.
-            return (value.data_ptr(), value._version) if value.grad_fn is None else None
+            return (value.data_ptr(), value._version) if value.grad_fn is None else RESULT
         if isinstance(value, BUFFERS):
             return len(value), zlib.crc32(memoryview(value).cast("B")[:MOST_BYTES])
         if has_values(value) and not value.dtype.hasobject:

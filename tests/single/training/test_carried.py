@@ -408,7 +408,10 @@ KEPT = {
         "drawn = torch.Generator()\ndata = (DataLoader(TensorDataset(X, Y), 8, shuffle=True, generator=drawn),)", "", "", "",
     ),
     "model": ("held = SimpleNamespace(model=model, optimizer=optimizer, weights=list(net.parameters()))", "", "", ""),
-    "of results": ("OUTPUTS.clear()\nnet.register_forward_hook(keep)", "", "print(OUTPUTS['last'].shape)", ""),
+    "of results": (
+        "OUTPUTS.clear()\nnet.register_forward_hook(keep)", "", "print(OUTPUTS['last'].shape)",
+        "with run.evaluating(40):\n    net(data[0])\n    run.record(loss=0 * Y)",
+    ),
     "metric": ("measured = MeanMetric()", "", "", "measured.reset()\nmeasured.update(value)\nprint(measured.compute())"),
     "unread": ("calls = [Monitor()]", "", "for call in calls:\n    call(value)", ""),
     "freed": (
