@@ -26,6 +26,7 @@ from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark,
 from hvdtrain.checkpoint.uses import (
     ATTRIBUTES,
     VARIABLES,
+    codes_of,
     first_uses,
     is_computed_with,
     looks_for_keys,
@@ -72,7 +73,11 @@ class Carried:
         self._code, self._offset, self._say, self._saved, self._of_run = frame.f_code, frame.f_lasti, say, saved, of_run
         modules = [*models, *(one for one in saved.values() if isinstance(one, nn.Module))]
         self._shared = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
-        self._globals = frame.f_globals
+        self._globals, self._callers = frame.f_globals, list[CodeType]()  # the code that is running
+        outer: FrameType | None = frame
+        while outer is not None:
+            self._callers += [outer.f_code] if outer.f_globals is self._globals else []
+            outer = outer.f_back
         self._loops = [(frame.f_code, frame.f_lasti)]  # of epochs, and of steps
         self._clocks = [clock() for clock in CLOCKS]
         # By name: what changes with it, and not whose it is. What the program drops would be kept.
@@ -272,7 +277,7 @@ class Carried:
         """Return whether an object keeps this attribute, and no method sets it anew."""
         kind = owner if isinstance(owner, type) else type(owner)
         called = self._called()
-        methods, data = [pair for base in kind.__mro__ for pair in vars(base).items()], isinstance(owner, Dataset)
+        methods, data = [pair for base in reversed(kind.__mro__) for pair in vars(base).items()], isinstance(owner, Dataset)
         if data:  # what reading changes has a line of its own
             functions = [one for one in self._globals.values() if isinstance(one, FunctionType)]
             called |= {word for one in functions for word in one.__code__.co_names}
@@ -288,8 +293,9 @@ class Carried:
         """Return whether the program or a library reads this attribute of a class, or may do so. Of a class of the program,
         only its own functions do."""
         bases = [base for base in kind.__mro__ if base is not object]
-        codes = [getattr(one, "__func__", one) for _, one in self._functions(kind)]
-        codes = [self._code, *(one.__code__ for one in codes if isinstance(one, FunctionType))]
+        names = [self._globals, *map(vars, self._own_modules().values())]
+        held = [one for module in names for one in module.values() if isinstance(one, FunctionType | type)]
+        codes = self._callers + [code for one in (kind, *filter(self._is_own, held)) for code in codes_of(one)]
         return not all(map(self._is_own, bases)) or any(reads(code, attribute) for code in codes)
 
     def _is_carried(self, name: str, leaf: Reading) -> bool:

@@ -136,3 +136,18 @@ def reads(code: CodeType, attribute: str) -> bool:
     return any(one.opname in loads and one.argval == attribute for one in dis.get_instructions(code)) or any(
         reads(one, attribute) for one in inner
     )
+
+
+def codes_of(what: object) -> list[CodeType]:
+    """Return the code of a function and of what it wraps, of a property, a class method, or all that a class has."""
+    parts: list[object] = []
+    if isinstance(what, type):
+        parts = [one for one in vars(what).values() if not isinstance(one, type)]
+    elif isinstance(what, property):
+        parts = [what.fget, what.fset]
+    elif isinstance(what, classmethod | staticmethod):
+        parts = [what.__func__]
+    elif isinstance(what, FunctionType):
+        parts = [vars(what).get("__wrapped__")]
+    own = [what.__code__] if isinstance(what, FunctionType) else []
+    return own + [code for one in parts for code in codes_of(one)]

@@ -254,6 +254,15 @@ class Monitor:
         self.last_loss = [loss]
 
 
+class Shown(Monitor):
+    def __call__(self, loss):
+        self.last_loss = self.last_loss if loss > 9 else loss
+
+    @property
+    def shown(self):
+        return f"{self.last_loss:.3f}"
+
+
 class Criterion(nn.Module):
     def __init__(self):
         super().__init__()
@@ -363,6 +372,7 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "net.hook.best": ("net.register_forward_hook(Hooked())", "", "", ""),
     "beside.best": ("beside = Beside()", "", "beside.best = min(beside.best, value)", ""),
     "scaler._growth_tracker": ("scaler = torch.amp.GradScaler('cpu')", "", "scaler._growth_tracker = step.number", ""),
+    "calls[0].last_loss": ("calls = [Shown()]", "", "for call in calls:\n    call(value)", ""),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
