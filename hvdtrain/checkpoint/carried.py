@@ -277,7 +277,10 @@ class Carried:
         """Return whether an object keeps this attribute, and no method sets it anew."""
         kind = owner if isinstance(owner, type) else type(owner)
         called = self._called()
-        methods, data = [pair for base in reversed(kind.__mro__) for pair in vars(base).items()], isinstance(owner, Dataset)
+        methods, data = (
+            [pair for base in reversed(kind.__mro__) for pair in vars(base).items()],
+            isinstance(owner, Dataset),
+        )
         if data:  # what reading changes has a line of its own
             functions = [one for one in self._globals.values() if isinstance(one, FunctionType)]
             called |= {word for one in functions for word in one.__code__.co_names}

@@ -1,5 +1,6 @@
 """Registered schedulers of torch must be made for the run's length, and be stepped as often as they are made for."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.optim import is_scheduled, length_of
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
+
+MOST_TRIED = 10_000  # steps
 
 
 class ScheduleRules(Feature):
@@ -24,7 +27,7 @@ class ScheduleRules(Feature):
         epochs, steps = run.metrics_logger.epochs, run.metrics_logger.steps
         with run.raising_together("schedules"):
             require_registered(run.prepared().optimizers, registered)
-        for line in require_length(registered, steps, epochs) if steps else ():
+        for line in require_length(registered, steps, epochs, run.size) if steps else ():
             run.say(f"warning: {line}")
         self._before = positions(registered, steps) if steps != epochs else {}
 
@@ -34,14 +37,31 @@ class ScheduleRules(Feature):
         self._run.features.drop(self)
 
 
-def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None) -> list[str]:
+def length_of_lambdas(scheduler: object, steps: int, epochs: int, ranks: int) -> int | None:
+    """Return after how many steps a LambdaLR reaches 0, if that is as many as one process would take; None: it does not.
+
+    Its functions tell no length, but they fall to 0 at its end, as of cosines and lines.
+    """
+    if type(scheduler) is not lr_scheduler.LambdaLR or ranks == 1 or epochs * ranks > MOST_TRIED:
+        return None
+    with contextlib.suppress(Exception):  # any: the functions are the author's
+        for factor in scheduler.lr_lambdas:
+            if abs(factor(steps)) > 1e-6:
+                ends = range(
+                    ranks * max(0, steps - epochs) + 1, ranks * steps + 1
+                )  # an epoch may end in a smaller step
+                return next((end for end in ends if end > steps and abs(factor(end)) < 1e-9), None)
+    return None
+
+
+def require_length(registered: Mapping[str, Any], steps: int, epochs: int | None, ranks: int) -> list[str]:
     """Return warnings about registered schedulers whose length is neither the run's number of steps nor of epochs.
 
-    Raises UserError for OneCycleLR. epochs: None if the length is given in steps.
+    Raises UserError for OneCycleLR. epochs: None if the length is given in steps. ranks: their number.
     """
     warnings = []
     for name, scheduler in registered.items():
-        length = length_of(scheduler)
+        length = length_of(scheduler) or length_of_lambdas(scheduler, steps, epochs or 1, ranks)
         if length is None or length in (steps, epochs):
             continue
         run = f"{steps} steps" + (f" in {epochs} epochs" if epochs is not None else "") + " over all ranks"

@@ -216,7 +216,7 @@ MOST_KEYS = 100_000  # of a dictionary, which is sorted
 
 def rows_of_dataset(dataset: object) -> dict[str, str]:
     """Return a hash of each list of numbers or names that a data set holds, and of each dictionary of them, such as the
-    numbers of classes, by where it is; of torch's TensorDataset, of its tensors."""
+    numbers of classes, by where it is; so of arrays and tensors, also of those that the program's transforms hold."""
     held, known, parts = dict[str, str](), set[int](), [("", dataset)]
     while parts and len(known) < MOST_PARTS:
         where, part = parts.pop(0)
@@ -228,16 +228,33 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
             if len(rows) > MOST_ROWS:
                 rows = [rows[at * len(rows) // MOST_ROWS] for at in range(MOST_ROWS)]
             parts += [
-                (f"{place}.", one) for one in rows[:MOST_PARTS] if isinstance(one, Dataset) and id(one) not in known
+                (f"{place}.", one)
+                for one in rows[:MOST_PARTS]
+                if (isinstance(one, Dataset) or is_transform(name, one)) and id(one) not in known
             ]
             if isinstance(part, TensorDataset):
                 text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
+            elif is_dense(value):
+                kind, *content = leaf_of(value)  # another kind of processor may round differently
+                text = repr([[f"{one:.6g}" for one in content[0]], content[1:]]) if content else kind
             elif isinstance(value, (list, tuple, dict)) and rows and all(map(is_name, rows)):
                 text = json.dumps([len(value), names_of_rows(rows)])
             else:
                 continue
             held[place] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return held
+
+
+def is_transform(name: str, value: object) -> bool:
+    """Return whether an attribute of this name is a transform of the program, or a library's list of them."""
+    own = type(value).__module__ in ("__main__", "__mp_main__")
+    return hasattr(value, "__dict__") and not isinstance(value, type) and (own or name.startswith("transform"))
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether `value` is a dense tensor, or an array or a number of numpy."""
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return dense or hasattr(value, "__array_interface__")
 
 
 def is_name(row: object) -> bool:

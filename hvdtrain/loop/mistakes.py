@@ -1,6 +1,7 @@
 """What an author may do wrong with a run and in a step, and what to do instead."""
 
 import gc
+import math
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ REFUSALS = {
 }
 
 
+LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 BESIDE_STEPS: dict[type, str] = {
     enumerate: "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number",
     zip: "zip(run.steps(...), OTHER) begins OTHER again in an epoch that is resumed: give both data sets to run.steps",
@@ -127,6 +129,16 @@ def instead_of_a_loss(given: object) -> str:
     if hasattr(given, "loss") or (isinstance(given, Mapping) and "loss" in given):
         remedy = "give it the loss in it"
     return f"a {type(given).__name__}, not a scalar: {remedy}"
+
+
+def require_unscaled(loss: Tensor) -> None:
+    """Raise UserError if a GradScaler has multiplied this loss: by a power of two, at first by 65,536. Nothing would divide
+    the gradients, and they would all be clipped."""
+    scale = getattr(loss.grad_fn, "_saved_other", None)
+    factor = float(scale) if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.requires_grad else 1.0
+    if factor >= LEAST_SCALE and math.frexp(factor)[0] == 0.5:
+        message = f"step.backward() got a loss times {factor:,.0f}, as of a GradScaler"
+        raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
 
 
 def in_checkpoint(error: BaseException) -> bool:

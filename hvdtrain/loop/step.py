@@ -292,6 +292,10 @@ class Step:
             from hvdtrain.loop.mistakes import instead_of_a_loss
 
             raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
+        if self.number == 1:
+            from hvdtrain.loop.mistakes import require_unscaled
+
+            require_unscaled(loss)
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())

@@ -11,6 +11,7 @@ from torch import nn
 
 from hvdtrain.engines.accelerators import read_scalars
 from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
 from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_since_process_start
@@ -18,6 +19,20 @@ from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_sin
 if TYPE_CHECKING:
     from hvdtrain.loop.state import TrainState
     from hvdtrain.loop.step import Step
+
+
+def require_same_values(everyone: Sequence[Mapping[str, float]]) -> None:
+    """Raise UserError if a value that the script has added to an evaluation differs between ranks. everyone: by rank."""
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            own = everyone[0].get(name, value)
+            # The same sum may be rounded differently on another kind of processor.
+            if not math.isclose(own, value, rel_tol=1e-6, abs_tol=1e-12) and not math.isnan(own + value):
+                message = (
+                    f"run.record({name}=...) after run.evaluating(): {own:.6g} on rank 0, {value:.6g} on rank {rank}"
+                )
+                remedy = "record it in the block, or compute it from the rows of all ranks, as run.gather returns them"
+                raise UserError(f"{message}: {remedy}", everywhere=True)
 
 
 class MetricsLogger:
@@ -32,6 +47,7 @@ class MetricsLogger:
         self.steps = 0  # planned steps
         self.only_evaluates = False  # --evaluate: the position is the checkpoint's, at the end of an epoch or within it
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
+        self._amended: dict[str, float] = {}  # by the script, to the last evaluation
         self.recorded: set[str] = set()  # names of all evaluations, and of logged steps
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
@@ -101,14 +117,18 @@ class MetricsLogger:
 
     def amend(self, values: Mapping[str, float]) -> None:
         """Add values to the last evaluation, which is not recorded yet."""
+        self._amended |= values
         self._state.evaluation |= values
         self.recorded |= set(values)
 
     def evaluation(self) -> None:
-        """Record the last evaluation, if it is not recorded yet."""
+        """Record the last evaluation, if it is not recorded yet. A collective. Raises UserError on every rank if ranks have
+        added different values."""
         if not self.unwritten:
             return
         self.unwritten = False
+        amended, self._amended = self._amended, {}
+        require_same_values(self._engine.processes.all_gather_object(amended, "evaluate.amended"))
         state = self._state
         fields: dict[str, object] = {**state.evaluation, "count": int(state.evaluation["count"])}
         if state.prefix:

@@ -314,6 +314,23 @@ def test_gradients_that_are_clipped_while_they_are_reduced_are_refused(engine):
                 step.update()
 
 
+def test_a_value_that_is_added_to_an_evaluation_is_that_of_all_ranks(engine):
+    """Rank 0's was recorded, as a loss of its own last batch, and could decide which epoch is the best."""
+    with a_run(engine) as run:
+        net = nn.Linear(3, 1)
+        run.prepare(net, sgd(net))
+        for apart in (0.0, 1e-9, 1e-3):
+            waits = pytest.raises(
+                UserError, match=r"run.record\(own=...\) after run.evaluating\(\): 2 on rank 0, 2.001 on rank 1"
+            )
+            with waits if apart == 1e-3 and engine.size > 1 else contextlib.nullcontext():
+                with run.evaluating(N) as mine:
+                    run.record(loss=torch.zeros(N)[mine])
+                run.record(own=2.0 + apart * run.rank)
+                with run.evaluating(N) as mine:
+                    run.record(loss=torch.zeros(N)[mine])
+
+
 @pytest.mark.parametrize("data", [N, "loader"])
 def test_a_metric_that_one_rank_alone_records_is_refused(engine, data):
     """Its sum would be divided by the samples of all ranks. With count= it is a mean over its own values."""

@@ -239,7 +239,24 @@ class Named(Files):
         self.names, self.numbers = sorted(names), {name: number for number, (name, _) in enumerate(names)}
 
 
+class Drawing:
+    """A transform that draws its weights when it is made, as AugMix may."""
+
+    def __init__(self, seed):
+        generator = np.random.default_rng(seed)
+        self.weights, self.share = generator.dirichlet([1.0] * 3), generator.random()
+
+    def __call__(self, x):
+        return x * self.share * self.weights[0]
+
+
+class Transformed(Files):
+    def __init__(self, order):
+        self.names, self.transform = [("", k) for k in range(N)], Drawing(order[0])
+
+
 OTHERWISE = [
+    (lambda order, at: Transformed(order), "transform.weights"),
     (lambda order, at: Named([(f"{k}.png", k) for k in order]), "numbers"),
     (lambda order, at: Files([(f"{at}/{k}.png", k) for k in order]), "names"),
     (lambda order, at: ConcatDataset([Files([(f"{at}/{k}.png", k) for k in order])]), "datasets.names"),

@@ -128,6 +128,9 @@ MISTAKES = {
     "zero_grad before the update": (dict(update="optimizer.zero_grad(); step.update()"), r"zero_grad\(\) would lose the gradients"),
     "zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="optimizer.zero_grad()"), "leave it out, gradients"),
     "the model's zero_grad in each micro-batch": (dict(before="flags.accumulate = 2", before_loss="model.zero_grad()"), "were cleared: leave zero_grad"),
+    "a GradScaler of its own": (
+        dict(before="scaler = torch.amp.GradScaler('cpu')", backward="step.backward(scaler.scale(loss))"),
+        r"step.backward\(\) got a loss times 65,536, as of a GradScaler: leave the scaler out, --amp fp16 has its own"),
     "clipping in the loop": (
         dict(before="flags.accumulate = 2", in_batches="nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
         r"gradients were changed in the loop over step.batches\(\), before they are those of the global batch"),

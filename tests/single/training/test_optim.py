@@ -1,8 +1,11 @@
 """Schedules are pure functions; where torch has the same one, it is the oracle."""
 
+import math
+
 import pytest
 import torch
 
+from hvdtrain.features.schedule_rules import length_of_lambdas
 from hvdtrain.loop import optim
 
 
@@ -91,3 +94,25 @@ def test_eager_optimizers_are_torchs_own_to_the_bit(name, kind):
         assert not weight.grad.requires_grad
         weights.append(weight.detach())
     assert torch.equal(*weights)
+
+
+LAMBDAS = {  # of 48 steps in 4 epochs on two ranks: the length of one process, or None
+    "a line": (lambda step: min(1, step / 5) * max(0.0, 1 - step / 96), 96),
+    "a cosine": (lambda step: 0.5 * (1 + math.cos(math.pi * step / 93)), 93),
+    "of this run": (lambda step: max(0.0, 1 - step / 48), None),
+    "without an end": (lambda step: 0.9**step, None),
+    "a rise": (lambda step: min(1.0, step / 90), None),
+    "an error": (lambda step: [1.0] * 48 + [0.0][step], None),
+}
+
+
+@pytest.mark.parametrize("case", LAMBDAS)
+def test_a_function_that_falls_to_0_at_the_end_of_one_process_tells_its_length(case):
+    """On two ranks, the rate ended at the half, without a word."""
+    function, length = LAMBDAS[case]
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        made, lambda step: function(step) if case != "an error" or step else 1.0
+    )
+    assert length_of_lambdas(scheduler, 48, 4, 2) == length
+    assert length_of_lambdas(scheduler, 48, 4, 1) is None
