@@ -88,6 +88,15 @@ def attributes_of(what: object) -> dict[str, Any]:
     return {name: one for name, one in held.items() if not (isinstance(what, nn.Module) and name in OF_ANY_MODULE)}
 
 
+def keeps_in_defaults(function: object) -> bool:
+    """Return whether a function has a default that it may fill: `def call(self, seen={})`."""
+    held = isinstance(function, FunctionType) and (
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    )
+    return any(isinstance(one, COLLECTIONS) and not isinstance(one, tuple) for one in held or ())
+
+
 def parts_of(collection: Any) -> Iterator[tuple[object, Any]]:
     """Yield the first parts of a collection, with their keys or numbers."""
     pairs = collection.items() if isinstance(collection, HAVE_KEYS) else enumerate(collection)
@@ -209,6 +218,7 @@ class Reached:
             kinds = [kind for kind in reversed(type(value).__mro__) if self._is_own(kind)]
             first = {name: one for kind in kinds for name, one in vars(kind).items() if is_plain(one)}
             held = {name: one for name, one in first.items() if not name.startswith("__")} | attributes_of(value)
+            held |= {name: one for kind in kinds for name, one in vars(kind).items() if keeps_in_defaults(one)}
         elif isinstance(value, Dataset):
             held = {name: one for name, one in attributes_of(value).items() if name in PARTS_OF_DATA}
         elif (read := getattr(value, "_num_yielded", None)) is not None:  # an iterator of a DataLoader

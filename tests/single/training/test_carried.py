@@ -254,6 +254,11 @@ class Monitor:
         self.last_loss = [loss]
 
 
+class Smooth:
+    def call(self, loss, seen={}):  # noqa: B006
+        seen["loss"] = 0.9 * seen.get("loss", loss) + 0.1 * loss
+
+
 class Shown(Monitor):
     def __call__(self, loss):
         self.last_loss = self.last_loss if loss > 9 else loss
@@ -373,6 +378,7 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "beside.best": ("beside = Beside()", "", "beside.best = min(beside.best, value)", ""),
     "scaler._growth_tracker": ("scaler = torch.amp.GradScaler('cpu')", "", "scaler._growth_tracker = step.number", ""),
     "calls[0].last_loss": ("calls = [Shown()]", "", "for call in calls:\n    call(value)", ""),
+    "smooth.call.seen": ("smooth = Smooth()", "", "smooth.call(value)", ""),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
