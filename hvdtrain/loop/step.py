@@ -326,11 +326,11 @@ class Step:
             if one not in self._gradients:
                 continue
             first, version = self._gradients[one]
-            grads = [p.grad for p in self._shared.prepared.trained[one] if p.grad is not None]
+            trained = self._shared.prepared.trained[one]
             # torch counts each write into a tensor: `_version` is another one after clipping or clearing.
-            if grads and first._version == version:
+            if first._version == version and any(p.grad is not None for p in trained):
                 continue
-            if not any(bool(grad.any()) for grad in grads):
+            if not any(bool(p.grad.any()) for p in trained if p.grad is not None):
                 remedy = "leave zero_grad() out, they are cleared before each step"
                 raise UserError(f"step {self.number}: the gradients of the micro-batch before were cleared: {remedy}")
             raise UserError(
