@@ -58,6 +58,11 @@ def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:
     return names
 
 
+def first_values(tensor: Tensor) -> object:
+    """Return the shape of a tensor and its first values."""
+    return tensor.shape, *tensor.detach().reshape(-1)[:4].tolist()
+
+
 class Carried:
     """The variables of the function that has the loop over `run.epochs`, in this frame.
 
@@ -100,11 +105,14 @@ class Carried:
         """Return the names of modules, lists and dictionaries of tensors that are copies of weights, and used as such."""
         assert self._frame is not None
         copies, saved = list[str](), {id(one) for one in self._saved.values()} | self._shared
+        alike: dict[object, list[Tensor]] = {}  # by shape and first values: layers of one shape are many and large
+        for weight in weights:
+            alike.setdefault(first_values(weight), []).append(weight)
         for name, value in variables_of(self._frame, nn.Module | list | tuple | dict).items():  # type: ignore[arg-type]
             held = list(value.parameters()) if isinstance(value, nn.Module) else tree_leaves(value)[:MOST_PARTS]
             tensors = [one for one in held if isinstance(one, Tensor) and one.is_floating_point() and one.numel() > 1]
             if tensors and not any(id(one) in saved for one in (value, *held)) and all(
-                any(one.shape == weight.shape and torch.equal(one, weight) for weight in weights) for one in tensors
+                any(torch.equal(one, weight) for weight in alike.get(first_values(one), ())) for one in tensors
             ):  # fmt: skip
                 uses = first_uses(self._code, self._offset, name, of=VARIABLES, emptied=True)
                 copies += [name] if "LOAD" in uses or name in self._code.co_cellvars else []
