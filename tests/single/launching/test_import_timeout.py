@@ -17,6 +17,9 @@ PROGRAM = "from hvdtrain.launching.import_timeout import import_torch; import_to
 PROGRAM += "; import threading; print([t.name for t in threading.enumerate()])"
 
 
+RANK_0 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+
+
 def run(
     directory: Path, torch: str, *, program: tuple[str, ...] = ("-c", PROGRAM), **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -78,7 +81,7 @@ def test_an_import_that_fails_is_no_longer_limited(tmp_path):
         "try:\n    import_torch()\nexcept ImportError:\n"
         "    print(signal.getitimer(signal.ITIMER_REAL)[0], [thread.name for thread in threading.enumerate()])\n"
     )
-    done = run(tmp_path, "raise ImportError", program=("train.py",), RANK="0")
+    done = run(tmp_path, "raise ImportError", program=("train.py",), **RANK_0)
     expected = 2 * "canceled\n" + "0.0 ['MainThread']\n"  # of the search for torch, and of its import
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, ""), done
 
@@ -96,7 +99,7 @@ def test_an_import_that_fails_is_no_longer_limited(tmp_path):
 def test_commands_and_programs_of_ours_and_those_that_ours_run_are_limited(program, tmp_path):
     (tmp_path / "train.py").write_text("import torch")
     hang = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
-    done = run(tmp_path, hang, program=program, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    done = run(tmp_path, hang, program=program, **RANK_0, HVDTRAIN_START_TIMEOUT="0.1")
     assert done.returncode == 1, done
     assert f'File "{tmp_path}/torch.py", line 2' in done.stderr
 
@@ -107,7 +110,7 @@ TUNED = ("-m", "hvdtrain.tuned", "train.py")
 @pytest.mark.parametrize("program", [TUNED, ("-m", "hvdtrain.starter", "-m", "hvdtrain.mnist")])
 def test_an_import_that_hangs_is_said_once(program, tmp_path):
     (tmp_path / "train.py").write_text("import torch\nfrom hvdtrain import training")
-    done = run(tmp_path, "import time\ntime.sleep(1000)", program=program, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    done = run(tmp_path, "import time\ntime.sleep(1000)", program=program, **RANK_0, HVDTRAIN_START_TIMEOUT="0.1")
     assert done.returncode == 1, done
     assert done.stderr.count("rank 0 on ") == done.stderr.count("could not import torch within 0 s") == 1, done
 
@@ -117,7 +120,7 @@ def test_a_search_for_torch_that_hangs_is_limited(tmp_path):
     (tmp_path / "train.py").write_text(
         "import importlib.util, time\nimportlib.util.find_spec = lambda name: time.sleep(1000)\nimport torch\n"
     )
-    done = run(tmp_path, "", program=TUNED, RANK="0", HVDTRAIN_START_TIMEOUT="0.1")
+    done = run(tmp_path, "", program=TUNED, **RANK_0, HVDTRAIN_START_TIMEOUT="0.1")
     assert done.returncode == 1, done
     assert "could not import torch within 0 s" in done.stderr, done
 
@@ -127,7 +130,7 @@ def test_a_script_whose_torch_is_broken_sees_no_frame_of_ours_and_keeps_its_alar
         "import signal, traceback\nsignal.setitimer(signal.ITIMER_REAL, 1000)\n"
         "try:\n    import torch\nexcept ImportError:\n    print(signal.getitimer(signal.ITIMER_REAL)[0] > 900)\n    raise\n"
     )
-    done = run(tmp_path, "raise ImportError('broken')", program=TUNED, RANK="0")
+    done = run(tmp_path, "raise ImportError('broken')", program=TUNED, **RANK_0)
     assert done.stdout == "True\n", done
     assert "ImportError: broken" in done.stderr, done
     assert "hvdtrain/" not in done.stderr, done
