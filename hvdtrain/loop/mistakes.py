@@ -5,7 +5,9 @@ import math
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
@@ -134,8 +136,13 @@ def instead_of_a_loss(given: object) -> str:
 def require_unscaled(loss: Tensor) -> None:
     """Raise UserError if a GradScaler has multiplied this loss: by a power of two, at first by 65,536. Nothing would divide
     the gradients, and they would all be clipped."""
-    scale = getattr(loss.grad_fn, "_saved_other", None)
-    factor = float(scale) if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.requires_grad else 1.0
+    multiplied = type(loss.grad_fn).__name__ == "MulBackward0"
+    scale: Any = getattr(loss.grad_fn, "_saved_other", None) if multiplied else None
+    # Of a number of Python, it is a tensor of float64 or int64.
+    is_scale = (
+        isinstance(scale, Tensor) and scale.numel() == 1 and scale.dtype == torch.float32 and not scale.requires_grad
+    )
+    factor = float(scale) if is_scale else 1.0
     if factor >= LEAST_SCALE and math.frexp(factor)[0] == 0.5:
         message = f"step.backward() got a loss times {factor:,.0f}, as of a GradScaler"
         raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
