@@ -28,6 +28,7 @@ from hvdtrain.launching.exit_codes import run_command
 from hvdtrain.models import formats, gpt
 from hvdtrain.models.classifiers import build_model, require_torchvision
 from hvdtrain.models.convnet import MODELS
+from hvdtrain.output.metric_names import Metric
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
@@ -83,8 +84,8 @@ def warn_if_better(directory: Path, facts: Facts) -> None:
     """Warn if the run has had a better epoch than that of these facts, whose checkpoint is not there."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no summary, or of a run without evaluations
         best, found = json.loads((directory / "summary.json").read_text())["best"], facts["best"]
-        better = max if found["direction"] == "max" else min
-        if best["metric"] == found["metric"] and better(best["value"], found["value"]) != found["value"]:
+        metric = Metric(found["direction"])
+        if best["metric"] == found["metric"] and metric.better(best["value"], than=found["value"]):
             where = (
                 f"step {best['step']} was better, {best['metric']} {best['value']:.4f}, and its checkpoint is not there"
             )

@@ -25,6 +25,7 @@ from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.checkpoint.uses import (
     ATTRIBUTES,
+    OF_ALL_NAMES,
     VARIABLES,
     codes_of,
     first_uses,
@@ -66,13 +67,13 @@ def first_values(tensor: Tensor) -> object:
 class Carried:
     """The variables of the function that has the loop over `run.epochs`, in this frame.
 
-    saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`. resumed:
-    whether the weights of `models` were restored.
+    saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`. restored:
+    whether the weights of `models` were.
     """
 
     def __init__(
         self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Iterable[nn.Module],
-        of_run: Callable[[], Mapping[str, Any]], *, resumed: bool,
+        of_run: Callable[[], Mapping[str, Any]], *, restored: bool,
     ):  # fmt: skip
         self._frame: FrameType | None = frame
         self._code, self._offset, self._say, self._saved, self._of_run = frame.f_code, frame.f_lasti, say, saved, of_run
@@ -95,7 +96,7 @@ class Carried:
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
             # A penalty that holds the weights near the first ones would hold them near the restored ones.
-            if resumed and (copies := self._copies([one for model in modules for one in model.parameters()])):
+            if restored and (copies := self._copies([one for model in modules for one in model.parameters()])):
                 what = (
                     f"{self._named(copies, self._code)} has the restored weights, and not those that the run began with"
                 )
@@ -160,11 +161,11 @@ class Carried:
         variable, attribute = re.split(r"[.\[]", name)[0], name.rpartition(".")[2]
         if "LOAD" not in first_uses(code, start, variable, of=VARIABLES) or self._is_time(leaf.mark):
             return False
-        if leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute, self._loops[-1:]):
+        if leaf.owner is not None and self._is_set_first(type(leaf.owner), attribute, self._loops[-1:]):
             return False  # in each step: the last value only
         if first_uses(code, first if code is epochs else None, variable, of=VARIABLES) == {"STORE"}:
             return True
-        return leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute, self._loops)
+        return leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute)
 
     def look(self, *, numbers: bool = False) -> None:
         """Say what has changed, each once. numbers: of numbers only: within an epoch, others may be emptied at its end."""
@@ -250,17 +251,20 @@ class Carried:
         path, _, attribute = name.rpartition(".")
         layers = [layer for model in models for at, layer in model.named_modules() if at == path]
         with OF_THE_PROGRAM:
-            return all(
-                self._is_set_anew(type(one), attribute, self._loops) for one in layers if hasattr(one, attribute)
-            )
+            return all(self._is_set_anew(type(one), attribute) for one in layers if hasattr(one, attribute))
         return False
 
-    def _is_set_anew(self, kind: type, attribute: str, loops: Loops) -> bool:
-        """Return whether each forward pass, or each time around one of these loops, sets this attribute before its use."""
-        setters = tuple(name for name, one in self._functions(kind) if stores(one, attribute) == {"STORE"})
+    def _is_set_anew(self, kind: type, attribute: str) -> bool:
+        """Return whether each forward pass, step or epoch sets this attribute, before steps or micro-batches may use it."""
+        stops = ("steps", "batches", *(code.co_name for code, _ in self._loops[1:]))
+        return self._is_set_first(kind, attribute, self._loops, stops)
+
+    def _is_set_first(self, kind: type, attribute: str, loops: Loops, stops: tuple[str, ...] = ()) -> bool:
+        """Return whether each forward pass, or each time around one of these loops, sets this attribute before its use.
+        stops: see `first_uses`."""
         if {"STORE"} in (stores(getattr(kind, name, None), attribute) for name in ("forward", "__call__")):
             return True
-        stops = ("steps", "batches", *(code.co_name for code, _ in self._loops[1:]))
+        setters = tuple(name for name, one in self._functions(kind) if stores(one, attribute) == {"STORE"})
         return any(
             first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops) == {"STORE"}
             for code, start in [*loops, *(one for code, _ in loops for one in of_batches(code))]
@@ -285,10 +289,8 @@ class Carried:
         """Return whether an object keeps this attribute, and no method sets it anew."""
         kind = owner if isinstance(owner, type) else type(owner)
         called = self._called()
-        methods, data = (
-            [pair for base in reversed(kind.__mro__) for pair in vars(base).items()],
-            isinstance(owner, Dataset),
-        )
+        methods = [pair for base in reversed(kind.__mro__) for pair in vars(base).items()]
+        data = isinstance(owner, Dataset)
         if data:  # what reading changes has a line of its own
             functions = [one for one in self._globals.values() if isinstance(one, FunctionType)]
             called |= {word for one in functions for word in one.__code__.co_names}
@@ -297,7 +299,7 @@ class Carried:
             if attribute not in called and not any(attribute in code.co_names for code in codes):
                 return False
         uses = {method: used for method, one in methods if (used := stores(one, attribute))}
-        at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute, self._loops)
+        at_times = not data and called & uses.keys() and not self._is_set_anew(kind, attribute)
         return not uses or bool(at_times) or any("LOAD" in used for used in uses.values())  # else as by set_epoch
 
     def _is_read(self, kind: type, attribute: str) -> bool:
@@ -306,8 +308,13 @@ class Carried:
         bases = [base for base in kind.__mro__ if base is not object]
         names = [self._globals, *map(vars, self._own_modules().values())]
         held = [one for module in names for one in module.values() if isinstance(one, FunctionType | type)]
-        codes = self._callers + [code for one in (kind, *filter(self._is_own, held)) for code in codes_of(one)]
-        return not all(map(self._is_own, bases)) or any(reads(code, attribute) for code in codes)
+        others = [one for one in held if self._is_own(one) and isinstance(one, type) and one not in bases]
+        functions = [one for one in held if self._is_own(one) and isinstance(one, FunctionType)]
+        codes = self._callers + [code for one in (*bases, *functions) for code in codes_of(one)]
+        if not all(map(self._is_own, bases)) or any(OF_ALL_NAMES & set(code.co_names) for code in codes):
+            return True  # of another class, `vars(self)` is of its own attributes
+        codes += [code for one in others for code in codes_of(one)]
+        return any(reads(code, attribute) for code in codes)
 
     def _is_carried(self, name: str, leaf: Reading) -> bool:
         owner = leaf.owner
@@ -319,11 +326,11 @@ class Carried:
             if first_uses(owner.__code__, None, attribute, of=("_DEREF",)) == {"STORE"}:
                 return False
         elif isinstance(owner, nn.Module | Sampler):
-            if self._is_set_anew(type(owner), attribute, self._loops):
+            if self._is_set_anew(type(owner), attribute):
                 return False
         elif owner is not None:
             kind = owner if isinstance(owner, type) else type(owner)
-            if not self._is_kept(owner, attribute) or self._is_set_anew(kind, attribute, self._loops):
+            if not self._is_kept(owner, attribute) or self._is_set_anew(kind, attribute):
                 return False
             if not self._is_read(kind, attribute):
                 return False

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,14 @@ def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
     return held
 
 
+def optimizers_in(what: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers that an object, or a layer of a module, has as attributes, by path."""
+    for path, holder in what.named_modules() if isinstance(what, nn.Module) else [("", what)]:
+        for name, one in getattr(holder, "__dict__", {}).items():
+            if isinstance(one, torch.optim.Optimizer):
+                yield ".".join(filter(None, (path, name))), one
+
+
 class Lacking:
     """Looks at what changes and is not saved. registered: the objects of the run, by name; more may come."""
 
@@ -135,7 +143,7 @@ class Lacking:
         self.carried: Carried | None = None  # on the rank that writes, from the loop over `run.epochs` on
         self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
         self._held: dict[str, dict[str, object]] = {}  # marks of their tensors, until a checkpoint has them
-        self._told_of_optimizers = set[str]()  # names of registered objects
+        self._compared = set[tuple[str, str]]()  # registered objects, and optimizers in them
         self._marks = [marks_of(optimizer) for optimizer in optimizers]
         self._beside: dict[str, object] | None = None  # what modules held when training began
 
@@ -192,21 +200,19 @@ class Lacking:
             self._warn_of_optimizers(name, what)
 
     def _warn_of_optimizers(self, name: str, what: Any) -> None:
-        """Say once that a registered object steps an optimizer that its state has not, as a loss with a critic does."""
-        apart = [*self._optimizers, *self._registered.values()]
-        modules = what.named_modules() if isinstance(what, nn.Module) else [("", what)]
-        for path, holder in modules if name not in self._told_of_optimizers else ():
-            for attribute, one in getattr(holder, "__dict__", {}).items():
-                if not isinstance(one, torch.optim.Optimizer) or any(one is other for other in apart):
-                    continue
-                state = [part for part in tree_leaves(one.state) if isinstance(part, Tensor)]
-                kept = [part for part in tree_leaves(what.state_dict()) if isinstance(part, Tensor)]
-                if state and not any(part.shape == state[0].shape and torch.equal(part, state[0]) for part in kept):
-                    self._told_of_optimizers.add(name)
-                    full = ".".join(filter(None, (name, path, attribute)))
-                    message = f"the state of its {'.'.join(filter(None, (path, attribute)))} is not in its own state"
-                    remedy = f"register it, too, as {attribute}={full}"
-                    self._warn(f"run.register({name}=...): {message}", remedy)
+        """Say that a registered object steps an optimizer that its state has not, as a loss with a critic does. Each is
+        compared once, when it has a state."""
+        for path, one in optimizers_in(what):
+            state = [part for part in tree_leaves(one.state) if isinstance(part, Tensor)]
+            known = any(one is other for other in (*self._optimizers, *self._registered.values()))
+            if known or not state or (name, path) in self._compared:
+                continue
+            self._compared.add((name, path))
+            kept = [part for part in tree_leaves(what.state_dict()) if isinstance(part, Tensor)]
+            if not any(part.shape == state[0].shape and torch.equal(part, state[0]) for part in kept):
+                message = f"the state of its {path} is not in its own state"
+                remedy = f"register it, too, as {path.rpartition('.')[2]}={name}.{path}"
+                self._warn(f"run.register({name}=...): {message}", remedy)
 
     def _warn_of_tensors(self, name: str, what: Any) -> None:
         """Say once that a registered object keeps what it learns in tensors, and that its state has none, as of a metric of

@@ -132,6 +132,7 @@ class Reached:
     def __init__(self, is_own: Callable[[Any], bool], apart: set[int]):
         self.leaves = dict[str, Reading]()
         self._is_own, self._apart, self._seen = is_own, apart, set[int]()
+        self._of_classes = dict[type, dict[str, Any]]()  # what their objects have in common
 
     def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
         """Add what this path reaches."""
@@ -157,6 +158,15 @@ class Reached:
 
     def _is_followed(self, value: Any) -> bool:
         return isinstance(value, PLAIN_HOLDERS) or self._is_own(type(value))
+
+    def _of_class(self, kind: type) -> dict[str, Any]:
+        """Return the numbers and texts of a class, and its methods that may keep something in a default."""
+        if kind not in self._of_classes:  # there may be thousands of its objects
+            bases = [base for base in reversed(kind.__mro__) if self._is_own(base)]
+            pairs = [pair for base in bases for pair in vars(base).items()]
+            plain = {name: one for name, one in pairs if is_plain(one) and not name.startswith("__")}
+            self._of_classes[kind] = plain | {name: one for name, one in pairs if keeps_in_defaults(one)}
+        return self._of_classes[kind]
 
     def _followed_in(self, collection: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield the objects of the program in a collection, and in those within it."""
@@ -215,10 +225,7 @@ class Reached:
         elif is_generator(value):
             self.leaves[path] = Reading(GeneratorMark(digest_of_values(generator_state(value))), owner)
         elif self._is_followed(value):
-            kinds = [kind for kind in reversed(type(value).__mro__) if self._is_own(kind)]
-            first = {name: one for kind in kinds for name, one in vars(kind).items() if is_plain(one)}
-            held = {name: one for name, one in first.items() if not name.startswith("__")} | attributes_of(value)
-            held |= {name: one for kind in kinds for name, one in vars(kind).items() if keeps_in_defaults(one)}
+            held = self._of_class(type(value)) | attributes_of(value)
         elif isinstance(value, Dataset):
             held = {name: one for name, one in attributes_of(value).items() if name in PARTS_OF_DATA}
         elif (read := getattr(value, "_num_yielded", None)) is not None:  # an iterator of a DataLoader

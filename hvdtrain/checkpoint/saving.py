@@ -215,8 +215,8 @@ class Checkpoints:
         """
         lacking, models = self.objects.lacking, self.objects.prepared.models
         if self.output.output_dir is not None and self.writes:
-            saved, resumed = self.registered | self.generators.registered, self.resume.facts is not None
-            lacking.carried = Carried(frame, self.output.say, saved, models, of_run, resumed=resumed)
+            saved, restored = self.registered | self.generators.registered, self.resume.facts is not None
+            lacking.carried = Carried(frame, self.output.say, saved, models, of_run, restored=restored)
         # A frame keeps all variables of its function alive, and with them tensors.
         del frame
         try:

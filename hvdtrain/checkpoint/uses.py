@@ -9,7 +9,7 @@ from types import CodeType, FunctionType
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
 EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
-OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple", "pickle", "deepcopy", "copy"}  # these read all attributes
+OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple"}  # these read all attributes
 
 
 def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
@@ -128,14 +128,10 @@ def looks_for_keys(code: CodeType, name: str) -> bool:
 
 @functools.cache
 def reads(code: CodeType, attribute: str) -> bool:
-    """Return whether this code, or a function in it, reads an attribute of this name, or those of any name."""
-    if OF_ALL_NAMES & set(code.co_names) or attribute in code.co_consts:  # such as in getattr
-        return True
-    loads = {"LOAD_ATTR", "LOAD_METHOD"}
+    """Return whether this code, or a function in it, reads an attribute of this name, also by getattr."""
+    loads = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return any(one.opname in loads and one.argval == attribute for one in dis.get_instructions(code)) or any(
-        reads(one, attribute) for one in inner
-    )
+    return attribute in (*loads, *code.co_consts) or any(reads(one, attribute) for one in inner)
 
 
 def codes_of(what: object) -> list[CodeType]:

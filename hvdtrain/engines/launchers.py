@@ -94,10 +94,13 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced:
                 f"{name}={environment[name][:40]!r} is of a launcher that tells no number of processes: start with mpirun "
                 f"or hvdtrain.starter, or set RANK and WORLD_SIZE; for a single process, unset {name}"
             )
-    for name, other, alone in (("WORLD_SIZE", "RANK, too, from 0", ("", "1")), ("RANK", "WORLD_SIZE, too", ("",))):
-        if (value := environment.get(name, "").strip()) not in alone:
-            lacking = other.partition(",")[0]
-            raise UserError(f"{name}={value[:40]!r} without {lacking}: set {other}; for a single process, unset {name}")
+    for name, lacking, remedy in (
+        ("WORLD_SIZE", "RANK", "set RANK, too, from 0"),
+        ("RANK", "WORLD_SIZE", "set WORLD_SIZE, too"),
+    ):
+        value = environment.get(name, "").strip()
+        if value and (name, value) != ("WORLD_SIZE", "1"):
+            raise UserError(f"{name}={value[:40]!r} without {lacking}: {remedy}; for a single process, unset {name}")
     return Announced("none", 0, 1)
 
 

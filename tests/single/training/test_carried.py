@@ -103,6 +103,9 @@ class Average:
     def set_decay(self, decay):
         self.decay = decay
 
+    def __call__(self, mean, value):
+        return self.decay * mean + (1 - self.decay) * value
+
 
 class Centred(nn.Module):
     def __init__(self):
@@ -248,10 +251,13 @@ class Rows(Dataset):
 
 class Monitor:
     def __init__(self):
-        self.last_loss = None
+        self.last_loss = self.last_note = None
 
     def __call__(self, loss):
         self.last_loss = [loss]
+
+    def note(self, loss):
+        self.last_note = [loss]
 
 
 class Smooth:
@@ -429,7 +435,7 @@ KEPT = {
         "with run.evaluating(40):\n    net(data[0])\n    run.record(loss=0 * Y)",
     ),
     "metric": ("measured = MeanMetric()", "", "", "measured.reset()\nmeasured.update(value)\nprint(measured.compute())"),
-    "unread": ("calls = [Monitor()]", "", "for call in calls:\n    call(value)", ""),
+    "unread": ("calls = [Monitor()]", "", "for call in calls:\n    call.note(value)", ""),
     "freed": (
         "held = Meter()\ngone = weakref.ref(held)", "held = Meter()", "held.add(value)", "if gone() is not None:\n    1 / 0",
     ),
@@ -456,6 +462,7 @@ GATHERED = {
     "kept.total, kept.number": ("kept = Meter()", "kept.reset()", "kept.add(value)"),
     "more": ("", "more = iter(range(9))", "next(more)"),
     "": ("stateful = Stateful()\nrun.register(stateful=stateful)", "seen = 0", "last = value\nprint(time.time())"),
+    "    ": ("", "call = Monitor()", "call.last_note = [value]\nprint(call.last_note)"),
     " ": ("criterion = Criterion()", "", "criterion(value)\nprint(criterion.last)"),
     "   ": (
         "",
