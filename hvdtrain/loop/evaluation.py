@@ -7,15 +7,12 @@ DistributedDataParallel does in every forward pass.
 """
 
 import contextlib
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from hvdtrain.checkpoint.own import checksums
@@ -34,74 +31,11 @@ from hvdtrain.engines.modules import (
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
 from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators, shard
+from hvdtrain.loop.means import Means, require_sum
 
 
 class CutShort(BaseException):
     """Raised to end an evaluation early on this rank after a stop request. `Run.evaluating` catches it."""
-
-
-# What a mean may go through and still be one: not a product, such as the mean times the number of samples.
-SAME_VALUE = frozenset({"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy"})
-
-
-class Means(TorchFunctionMode):
-    """Notes which scalars are means over a batch: `run.record` would take them for sums, and 0.67 of 8 samples for 0.08.
-
-    Up to the first `run.record`, and not in a program that has used torch.compile.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._means: dict[int, object] = {}  # by id; kept, so that no other object gets the same one
-        self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
-
-    def __enter__(self) -> "Means":
-        # A function that was compiled without this mode would be compiled again with it.
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is None or not dynamo.counters["frames"]:
-            super().__enter__()  # type: ignore[no-untyped-call] # torch's own
-            self._depth = torch._C._len_torch_function_stack()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._depth is not None:
-            self._depth = None
-            super().__exit__(*error)  # type: ignore[no-untyped-call] # torch's own
-
-    def stop(self) -> None:
-        """Watch no longer. Does nothing where the program has entered such a mode, too, and not left it."""
-        if self._depth == torch._C._len_torch_function_stack():
-            self.__exit__(None, None, None)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
-        if isinstance(result, float) or (isinstance(result, Tensor) and not result.ndim):
-            passed_on = name in SAME_VALUE and bool(args) and id(args[0]) in self._means
-            if passed_on or name == "mean" or is_mean_loss(func, args, kwargs or {}):
-                self._means[id(result)] = result
-        return result
-
-    def has(self, value: object) -> bool:
-        """Return whether `value` is a mean."""
-        return id(value) in self._means
-
-
-def is_share(value: object, samples: int) -> bool:
-    """Return whether a number, which another library may have made, is a share of the samples, such as an accuracy."""
-    # A share k / n times n is whole up to the rounding of float64, which is far below 1e-9.
-    return isinstance(value, float) and 0 < value < 1 and abs(value * samples - round(value * samples)) < 1e-9
-
-
-def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether this call of a loss in torch.nn.functional takes the mean."""
-    if getattr(func, "__module__", "") != "torch.nn.functional":
-        return False
-    parameters = inspect.signature(func).parameters
-    given = dict(zip(parameters, args, strict=False)) | named
-    return "reduction" in parameters and given.get("reduction", parameters["reduction"].default) in (
-        "mean",
-        "batchmean",
-    )
 
 
 @dataclass
@@ -230,13 +164,8 @@ class Evaluation:
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
             given = recorded("run.record", name, value)
             samples = tally.samples if self.whole else self._in_batch
-            if (
-                not given.ndim
-                and samples > 1
-                and (self._means.has(value) or (count is None and is_share(value, samples)))
-            ):
-                remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
-                raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
+            if not given.ndim and samples > 1:
+                require_sum(self._means, name, value, samples, count, first=name not in tally.sums)
             if given.ndim and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1):
                 tally.rows[name] = tally.rows.get(name, 0) + len(given)
             else:

@@ -1,13 +1,10 @@
 """What an author may do wrong with a run and in a step, and what to do instead."""
 
 import gc
-import math
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
@@ -48,7 +45,6 @@ REFUSALS = {
 }
 
 
-LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 BESIDE_STEPS: dict[type, str] = {
     enumerate: "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number",
     zip: "zip(run.steps(...), OTHER) begins OTHER again in an epoch that is resumed: give both data sets to run.steps",
@@ -131,21 +127,6 @@ def instead_of_a_loss(given: object) -> str:
     if hasattr(given, "loss") or (isinstance(given, Mapping) and "loss" in given):
         remedy = "give it the loss in it"
     return f"a {type(given).__name__}, not a scalar: {remedy}"
-
-
-def require_unscaled(loss: Tensor) -> None:
-    """Raise UserError if a GradScaler has multiplied this loss: by a power of two, at first by 65,536. Nothing would divide
-    the gradients, and they would all be clipped."""
-    multiplied = type(loss.grad_fn).__name__ == "MulBackward0"
-    scale: Any = getattr(loss.grad_fn, "_saved_other", None) if multiplied else None
-    # Of a number of Python, it is a tensor of float64 or int64.
-    is_scale = (
-        isinstance(scale, Tensor) and scale.numel() == 1 and scale.dtype == torch.float32 and not scale.requires_grad
-    )
-    factor = float(scale) if is_scale else 1.0
-    if factor >= LEAST_SCALE and math.frexp(factor)[0] == 0.5:
-        message = f"step.backward() got a loss times {factor:,.0f}, as of a GradScaler"
-        raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
 
 
 def in_checkpoint(error: BaseException) -> bool:

@@ -27,7 +27,8 @@ from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
-from hvdtrain.loop.evaluation import CutShort, Evaluation, Means, SharedBuffers, evaluation_modes
+from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evaluation_modes
+from hvdtrain.loop.means import Means
 from hvdtrain.loop.mistakes import beside_steps, refusal
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
@@ -88,7 +89,7 @@ class Run(RunTools):
         for optimizer in prepared.optimizers:
             keep_in_order(prepared, optimizer)
         self._shared = Shared(
-            self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast, self.features
+            self.engine, prepared, self.clock, self.state, self.flags.seed, self.autocast, self.features, self.say
         )
         self.buffers = SharedBuffers(self.engine, prepared.models, self.say)
         for feature in self.features.all:
@@ -347,6 +348,8 @@ class Run(RunTools):
             self.state.end_epoch()  # else the limit of steps was reached: with a higher one, this epoch continues
         self._save_epoch(score, ended=ended)
         self.say(line)
+        if undecided := self.metrics_logger.undecided():
+            self.say(f"warning: {undecided}")
 
     def _save_epoch(self, score: Facts | None, *, ended: bool) -> None:
         moment = Moment(epoch_ended=not self.state.samples_of_epoch)

@@ -63,6 +63,7 @@ class Shared:
     seed: int
     autocast: Callable[[], contextlib.AbstractContextManager[object]]  # the precision of --amp
     features: "Features"
+    say: Callable[[str], object]
     step: "Step | None" = None  # the current one
 
     def __post_init__(self) -> None:
@@ -293,9 +294,9 @@ class Step:
 
             raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
         if self.number == 1:
-            from hvdtrain.loop.mistakes import require_unscaled
+            from hvdtrain.loop.losses import look_at
 
-            require_unscaled(loss)
+            look_at(loss, count, self, self._shared.engine, None if self._passes else self._shared.say)
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())

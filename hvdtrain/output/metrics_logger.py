@@ -49,6 +49,8 @@ class MetricsLogger:
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
         self._amended: dict[str, float] = {}  # by the script, to the last evaluation
         self.recorded: set[str] = set()  # names of all evaluations, and of logged steps
+        # Of this epoch, the names of values by prefix, in order; None: which one decides has been looked at.
+        self._evaluations: dict[str, set[str]] | None = {}
 
     def start(self, dataset: str, reason: str, config: dict[str, object]) -> None:
         """Print and record data set, configuration and environment at the start of the run. A collective."""
@@ -114,12 +116,17 @@ class MetricsLogger:
         self._state.evaluation, self._state.prefix = means, prefix
         self.recorded |= set(means)
         self.unwritten = True
+        if self._evaluations is not None:
+            self._evaluations.pop(prefix, None)
+            self._evaluations[prefix] = set(means)
 
     def amend(self, values: Mapping[str, float]) -> None:
         """Add values to the last evaluation, which is not recorded yet."""
         self._amended |= values
         self._state.evaluation |= values
         self.recorded |= set(values)
+        if self._evaluations:
+            self._evaluations[self._state.prefix] |= set(values)
 
     def evaluation(self) -> None:
         """Record the last evaluation, if it is not recorded yet. A collective. Raises UserError on every rank if ranks have
@@ -151,6 +158,24 @@ class MetricsLogger:
             return "  ".join(parts)
         parts.append(f"{state.samples / max(state.train_seconds, 1e-9):,.0f} samples/s")
         return "  ".join(parts)
+
+    def undecided(self) -> str:
+        """Return what to say, once, if the first epoch with evaluations ends, and the last of these does not decide which
+        epoch is the best one, or is that of a test set; else an empty text."""
+        if not (evaluations := self._evaluations):
+            return ""
+        self._evaluations, last = None, list(evaluations)[-1]
+        others = [prefix or "the other" for prefix in evaluations if "test" not in prefix.lower()]
+        if "test" in last.lower() and others:
+            return f"the last evaluation of an epoch decides which is the best one: end it with {others[-1]}"
+        having = [prefix or "the other" for prefix, names in evaluations.items() if names & self.metrics.keys()]
+        if evaluations[last] & self.metrics.keys() or not (names := sorted(evaluations[last] - {"count"})):
+            return ""
+        without = f"no {' or '.join(self.metrics)}"
+        if having:
+            return f"no epoch is the best one, as the last evaluation of it has {without}: end it with {having[-1]}"
+        named = f'training.start(flags, metrics={{"{names[0]}": "max"}})'
+        return f"no epoch is the best one, as its evaluation has {without}: name what decides, such as {named}"
 
     def omitted(self, metrics: Iterable[str], registered: Mapping[str, object]) -> Iterator[str]:
         """Yield what the script has announced and not done."""

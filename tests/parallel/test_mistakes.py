@@ -314,6 +314,22 @@ def test_gradients_that_are_clipped_while_they_are_reduced_are_refused(engine):
                 step.update()
 
 
+def test_a_loss_times_the_number_of_ranks_is_refused(engine):
+    waits = contextlib.nullcontext()
+    if engine.size > 1:
+        match = rf"got a loss times {engine.size}, the number of ranks: leave that out, gradients are means over all"
+        waits = pytest.raises(UserError, match=match)
+    with waits, a_run(engine, epochs=1) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, sgd(net))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (rows,) in step.batches():
+                    loss = model(rows).square().mean() * run.size
+                    step.backward(loss)
+                step.update()
+
+
 def test_a_value_that_is_added_to_an_evaluation_is_that_of_all_ranks(engine):
     """Rank 0's was recorded, as a loss of its own last batch, and could decide which epoch is the best."""
     with a_run(engine) as run:

@@ -178,3 +178,40 @@ def test_a_checkpoint_of_the_best_that_is_damaged_is_said_and_the_next_one_taken
     assert "as after step 20, score 0.9000" in capsys.readouterr().out
     assert [line["epoch"] for line in events(tmp_path, "evaluate")] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 15
+
+
+DECIDES = {  # the evaluations of an epoch, with the names that they record; what is said after the first one
+    "the test set": (
+        {"val": "loss", "test": "loss"},
+        "the last evaluation of an epoch decides which is the best one: end it with val",
+    ),
+    "one without what decides": (
+        {"": "loss", "plain": "score"}, "no epoch is the best one, as the last evaluation of it has no loss: end it with the other",
+    ),
+    "none has what decides": (
+        {"": "score"},
+        "no epoch is the best one, as its evaluation has no loss: name what decides, such as "
+        'training.start(flags, metrics={"score": "max"})',
+    ),
+    "the other set": ({"test": "loss", "val": "loss"}, ""),
+    "the test set alone": ({"test": "loss"}, ""),
+    "weights of two kinds": ({"": "loss", "plain": "loss"}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DECIDES)
+def test_what_decides_is_said_if_it_may_not_be_meant(case, tmp_path, capsys):
+    evaluations, line = DECIDES[case]
+    with training.start(flags_for("--output-dir", str(tmp_path), epochs=2)) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+            for prefix, name in evaluations.items():
+                with run.evaluating(N, prefix=prefix) as mine:
+                    run.record(**{name: (model(X[mine]) - Y[mine]).square()})
+    said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
+    assert said == [f"warning: {line}"] * bool(line)

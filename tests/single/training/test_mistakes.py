@@ -131,6 +131,12 @@ MISTAKES = {
     "a GradScaler of its own": (
         dict(before="scaler = torch.amp.GradScaler('cpu')", backward="step.backward(scaler.scale(loss))"),
         r"step.backward\(\) got a loss times 65,536, as of a GradScaler: leave the scaler out, --amp fp16 has its own"),
+    "a loss divided by --accumulate": (
+        dict(before="flags.accumulate = 2", backward="step.backward(loss / flags.accumulate)"),
+        r"got a loss divided by 2, the number of micro-batches of a step: leave that out, gradients are means over all samples"),
+    "a loss divided by --accumulate before": (
+        dict(before="flags.accumulate = accumulation_steps = 2", loss="F.mse_loss(model(x), y) * (1 / accumulation_steps)"),
+        "got a loss divided by 2, the number of micro-batches"),
     "clipping in the loop": (
         dict(before="flags.accumulate = 2", in_batches="nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
         r"gradients were changed in the loop over step.batches\(\), before they are those of the global batch"),
@@ -211,6 +217,31 @@ MISTAKES = {
     "the mean of a batch": (
         dict(after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: run.record(right=(model(x) > y).float().mean().item())"),
         r"^run.record\(right=...\) got a mean, and parts may have unequal numbers: give a value for each sample .* or their sum"),
+    "a sum divided by the number of samples": (
+        dict(after="with run.evaluating(len(X)) as mine: run.record(loss=(model(X[mine]) - Y[mine]).square().sum() / len(X))"),
+        r"^run.record\(loss=...\) got a mean"),
+    "the F1 of a batch": (
+        dict(after="with run.evaluating(len(X)): run.record(score=(2 * (Y > 0).sum() / (len(Y) + (Y > 0).sum())).item())"),
+        r"^run.record\(score=...\) got a quotient of this batch, and batches do not add up: give the sums, with count=; F1 and "
+        r"such need all samples: run.gather\(\) after the loop, then record it"),
+    "the F1 of a batch, of shares": (
+        dict(after="with run.evaluating(len(X)): r = (Y > 0).sum() / (Y < 9).sum(); run.record(score=r * r / (r + r))"),
+        r"^run.record\(score=...\) got a quotient of this batch"),
+    "the root of a mean": (
+        dict(after="with run.evaluating(len(X)): run.record(error=F.mse_loss(model(X), Y).sqrt())"), r"^run.record\(error=...\) got a mean"),
+    "the logarithm of a mean": (
+        dict(after="with run.evaluating(len(X)): run.record(psnr=-10 * F.mse_loss(model(X), Y).log10())"), r"^run.record\(psnr=...\) got a mean"),
+    "a mean in percent": (
+        dict(after="with run.evaluating(len(X)): run.record(right=100 * (Y > 0).float().mean())"), r"^run.record\(right=...\) got a mean"),
+    "the overlap of a batch in percent": (
+        dict(after="with run.evaluating(len(X)): run.record(iou=100 * (Y > 0).sum() / (Y > -1).sum())"), r"^run.record\(iou=...\) got a quotient"),
+    "the logarithm of a mean, in Python": (
+        dict(before="import math", after="with run.evaluating(len(X)): run.record(psnr=10 * math.log10(1 / F.mse_loss(model(X), Y).item()))"),
+        r"^run.record\(psnr=...\) got a mean"),
+    "the perplexity of a batch, of Python": (
+        dict(after="with run.evaluating(len(X)): run.record(perplexity=1.234)"), r"^run.record\(perplexity=...\) got a quotient"),
+    "the F1 of a batch, by another library": (
+        dict(after="with run.evaluating(len(X)): run.record(val_F1=1.234)"), r"^run.record\(val_F1=...\) got a quotient of this batch"),
     "the mean loss of a part": (
         dict(after="with run.evaluating(len(X)) as mine: run.record(loss=F.mse_loss(model(X[mine]), Y[mine]), count=2)"), r"^run.record\(loss=...\) got a mean"),
     "the accuracy of another library": (
@@ -406,6 +437,12 @@ RIGHT = {  # what looks like a mistake, and is right
     "zero_grad after the update": dict(after_update="optimizer.zero_grad(set_to_none=True)"),
     "the mean times its number": dict(
         after="with run.evaluating(len(X)): run.record(loss=F.mse_loss(model(X), Y) * len(X))"
+    ),
+    "the mean times the number of values": dict(
+        after="with run.evaluating(len(X)): run.record(loss=F.mse_loss(model(X), Y) * (3 * len(X)), right=(Y > 0).float().mean() * Y.sum())"
+    ),
+    "a sum by a number of its own": dict(
+        after="with run.evaluating(len(X)) as mine: run.record(loss=(model(X[mine]) - Y[mine]).square().sum() / torch.tensor(2))"
     ),
     "a sum of less than one": dict(
         after="with run.evaluating(len(X)): run.record(loss=0.123, right=(Y > 9).float().sum(), a=0.5, count=1)"

@@ -1,0 +1,135 @@
+"""What the first loss of a run shows: that it is scaled or divided already, or is a mean over other items than samples.
+
+The graph of the loss is read, which torch keeps for the backward pass, and the program's code for what a factor stands for.
+"""
+
+import dis
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.checkpoint.uses import codes_of
+from hvdtrain.engines.base import Engine
+from hvdtrain.engines.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.loop.step import Step
+
+LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
+FACTORS = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
+SUMS = ("AddBackward0", "SubBackward0", *FACTORS)
+MOST_NODES = 50
+# In the names that programs give the number of micro-batches, that of ranks, and losses.
+PASSES, RANKS = re.compile("accum"), re.compile("world_size|num_replicas|^size$")
+LOSSES = re.compile("loss|backward|criterion|entropy|objective", re.IGNORECASE)
+
+
+def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Callable[[str], object] | None) -> None:
+    """Look at the first loss of a run, which `step.backward` got. say: called with a warning;
+    None: another loss of this step was looked at.
+
+    Raises UserError if a GradScaler has multiplied it, or the program has divided it by the number of micro-batches or
+    multiplied it by that of the ranks.
+    """
+    require_unscaled(loss)
+    passes = step.micro_batches // len(engine.own)
+    for number, pattern, what in ((passes, PASSES, "micro-batches of a step"), (engine.size, RANKS, "ranks")):
+        if number > 1 and (how := scaled_by(loss, number)) and has_factors(pattern):
+            message = f"step.backward() got a loss {how} {number}, the number of {what}"
+            raise UserError(f"{message}: leave that out, gradients are means over all samples of the step")
+    if say is not None and count is None and passes * engine.size > 1 and (items := items_of(loss, step.batch.count)):
+        remedy = "give step.backward(loss, count=...) their number, or the sum of their weights"
+        say(f"warning: the loss is a mean over {items}, and not over samples: {remedy}")
+
+
+def require_unscaled(loss: Tensor) -> None:
+    """Raise UserError if a GradScaler has multiplied this loss: by a power of two, at first by 65,536. Nothing would divide
+    the gradients, and they would all be clipped."""
+    multiplied = type(loss.grad_fn).__name__ == "MulBackward0"
+    scale: Any = getattr(loss.grad_fn, "_saved_other", None) if multiplied else None
+    # Of a number of Python, it is a tensor of float64 or int64.
+    is_scale = (
+        isinstance(scale, Tensor) and scale.numel() == 1 and scale.dtype == torch.float32 and not scale.requires_grad
+    )
+    factor = float(scale) if is_scale else 1.0
+    if factor >= LEAST_SCALE and math.frexp(factor)[0] == 0.5:
+        message = f"step.backward() got a loss times {factor:,.0f}, as of a GradScaler"
+        raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
+
+
+def nodes_of(loss: Tensor, passed: tuple[str, ...]) -> Iterator[Any]:
+    """Yield the nodes of the graph from which a loss is computed by nodes of these kinds alone."""
+    waiting, seen = [loss.grad_fn], 0
+    while waiting and seen < MOST_NODES:
+        if (node := waiting.pop(0)) is None:
+            continue
+        seen += 1
+        yield node
+        waiting += [inner for inner, _ in node.next_functions] if type(node).__name__ in passed else []
+
+
+def factor_of(node: Any) -> float:
+    """Return by which number this node multiplies; 1 if it does not."""
+    kind, other = type(node).__name__, getattr(node, "_saved_other", None)
+    if kind not in ("MulBackward0", "DivBackward0") or not isinstance(other, Tensor) or other.numel() != 1:
+        return 1.0
+    factor = float(other.detach())
+    return factor if kind == "MulBackward0" else 1 / factor if factor else 1.0
+
+
+def scaled_by(loss: Tensor, number: int) -> str:
+    """Return in words whether a loss was multiplied or divided by a number; empty if not."""
+    for factor in map(factor_of, nodes_of(loss, FACTORS)):
+        if math.isclose(factor, number, rel_tol=1e-6) or math.isclose(factor * number, 1, rel_tol=1e-6):
+            return "times" if factor > 1 else "divided by"
+    return ""
+
+
+def has_factors(pattern: re.Pattern[str]) -> bool:
+    """Return whether the program multiplies or divides by something of such a name. The number alone may be another one:
+    half the sum of two losses is no loss divided by two micro-batches."""
+    frame, codes = sys._getframe(), set[CodeType]()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hvdtrain."):
+        frame = frame.f_back
+    codes |= {frame.f_code}
+    for held in frame.f_globals.values():
+        if isinstance(held, FunctionType | type) and held.__module__ == frame.f_globals.get("__name__"):
+            codes.update(codes_of(held))
+    return any(has_factor(code, pattern) for code in codes)
+
+
+def has_factor(code: CodeType, pattern: re.Pattern[str]) -> bool:
+    """Return whether a line of this code multiplies or divides a loss by what has such a name."""
+    lines: dict[int | None, list[dis.Instruction]] = {}
+    for one in dis.get_instructions(code):
+        lines.setdefault(one.positions.lineno if one.positions else None, []).append(one)
+    for line in lines.values():
+        # As it is shown, `size` is an attribute; a method, x.size(0), has more.
+        names = [one.argrepr for one in line if isinstance(one.argval, str | tuple)]
+        operations = {one.argrepr.rstrip("=") for one in line if one.opname == "BINARY_OP"}
+        if operations & {"*", "/"} and any(map(pattern.search, names)) and any(map(LOSSES.search, names)):
+            return True
+    return False
+
+
+def items_of(loss: Tensor, samples: int) -> str:
+    """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are."""
+    for node in nodes_of(loss, SUMS):
+        if type(node).__name__.startswith("NllLoss") and node._saved_reduction == 1:
+            if node._saved_weight is not None:
+                return "weights of classes"
+            counted, labels = float(node._saved_total_weight), node._saved_target.numel()
+            if counted != labels:
+                return f"{counted:g} of {labels} labels, without those of ignore_index"
+        # A sum by hand, such as (losses * mask).sum() / mask.sum(). An outer quotient is of a mean.
+        if type(node).__name__ == "DivBackward0" and type(node.next_functions[0][0]).__name__ == "SumBackward0":
+            items = 1 / factor_of(node)
+            if items > 1 and items == round(items) and round(items) % max(samples, 1):
+                return f"{items:g} items, of {samples} samples"
+    return ""

@@ -1,0 +1,153 @@
+"""Notices numbers that a program records as sums over samples, and that are means, or follow from means.
+
+Ranks and batches have unequal numbers of samples, so that only sums and counts can be added up.
+"""
+
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hvdtrain.engines.errors import UserError
+
+# What a sum may go through and still be one.
+STILL_SUMS = frozenset(
+    {"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy", "add", "add_", "sub", "__rsub__"}
+) | {"clamp", "clamp_min", "maximum"}
+SUMS = frozenset({"sum", "nansum", "count_nonzero"})
+DIVISORS = {"div": 1, "true_divide": 1, "__rdiv__": 0}  # which argument of a quotient divides
+# Names of metrics that no sum over batches gives, whatever library has computed them.
+OF_ALL_SAMPLES = re.compile(
+    r"(^|_)(f1|fbeta|precision|recall|auc|auroc|map|mcc|kappa|bleu|wer|rmse|ppl|perplexity)(_|$)"
+)
+# Of a mean in Python: its perplexity, its root, a percentage, the PSNR of pixels up to 1 and up to 255.
+MOST_EXPONENT = 700.0  # of which exp is a number of float64
+OF_MEANS: Sequence[Callable[[float], float]] = (
+    math.exp, math.sqrt, lambda mean: 100 * mean, lambda mean: -10 * math.log10(mean),
+    lambda mean: 10 * math.log10(255**2 / mean),
+)  # fmt: skip
+
+
+class Derived(NamedTuple):
+    """A scalar that is computed from means over a batch, or from quotients of its sums. value: kept, so that no other
+    object gets its id. adds_up: whether it is a sum over this number of samples all the same."""
+
+    value: object
+    is_quotient: bool
+    adds_up: Callable[[int], bool]
+
+
+class Means(TorchFunctionMode):
+    """Notes which scalars are means over a batch, or follow from such: `run.record` would take them for sums, and 0.67 of 8
+    samples for 0.08.
+
+    Up to the first `run.record`, and not in a program that has used torch.compile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._derived: dict[int, Derived] = {}  # by id
+        self._sums: dict[int, object] = {}
+        self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
+
+    def __enter__(self) -> "Means":
+        # A function that was compiled without this mode would be compiled again with it.
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None or not dynamo.counters["frames"]:
+            super().__enter__()  # type: ignore[no-untyped-call] # torch's own
+            self._depth = torch._C._len_torch_function_stack()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._depth is not None:
+            self._depth = None
+            super().__exit__(*error)  # type: ignore[no-untyped-call] # torch's own
+
+    def stop(self) -> None:
+        """Watch no longer. Does nothing where the program has entered such a mode, too, and not left it."""
+        if self._depth == torch._C._len_torch_function_stack():
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if not isinstance(result, float) and not (isinstance(result, Tensor) and not result.ndim):
+            return result
+        if name == "mean" or is_mean_loss(func, args, kwargs or {}):
+            self._derived[id(result)] = Derived(result, False, lambda samples: False)
+        elif name in SUMS:
+            self._sums[id(result)] = result
+        else:
+            self._follow(name, args, result)
+        return result
+
+    def _follow(self, name: str, args: Sequence[Any], result: object) -> None:
+        """Note what a function of scalars returns."""
+        of_sums = any(id(one) in self._sums for one in args)
+        before = next((self._derived[id(one)] for one in args if id(one) in self._derived), None)
+        divisor = args[DIVISORS[name]] if name in DIVISORS and len(args) == 2 else None
+        if id(divisor) in self._sums or id(divisor) in self._derived:
+            self._derived[id(result)] = Derived(result, True, lambda samples: False)
+        elif of_sums and type(divisor) is int:
+            self._derived[id(result)] = Derived(result, False, lambda samples: samples != divisor)
+        elif before is not None and name == "mul":
+            number = next((one for one in args if type(one) in (int, float)), None)
+            if number is not None:  # a mean times the number of samples, or of their values
+                adds_up = before.adds_up
+                multiplied = Derived(
+                    result, before.is_quotient, lambda samples: number % samples == 0 or adds_up(samples)
+                )
+                self._derived[id(result)] = multiplied
+        elif before is not None:
+            self._derived[id(result)] = before._replace(value=result)
+        elif of_sums and name in STILL_SUMS | {"mul"}:
+            self._sums[id(result)] = result
+
+    def of(self, value: object, samples: int) -> Derived | None:
+        """Return what `value` follows from, unless it is a sum over this number of samples."""
+        known = self._derived.get(id(value))
+        if known is None and isinstance(value, float):
+            known = next((one for one in self._derived.values() if is_function_of(one.value, value)), None)
+        return None if known is None or known.adds_up(samples) else known
+
+
+def is_function_of(mean: object, value: float) -> bool:
+    """Return whether a number is one of OF_MEANS, as Python's own functions compute it."""
+    if not isinstance(mean, float) or not 0 < mean < MOST_EXPONENT:
+        return False
+    return any(math.isclose(function(mean), value, rel_tol=1e-9) for function in OF_MEANS)
+
+
+def is_share(value: object, samples: int) -> bool:
+    """Return whether a number, which another library may have made, is a share of the samples, such as an accuracy."""
+    # A share k / n times n is whole up to the rounding of float64, which is far below 1e-9.
+    return isinstance(value, float) and 0 < value < 1 and abs(value * samples - round(value * samples)) < 1e-9
+
+
+def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether this call of a loss in torch.nn.functional takes the mean."""
+    if getattr(func, "__module__", "") != "torch.nn.functional":
+        return False
+    parameters = inspect.signature(func).parameters
+    given = dict(zip(parameters, args, strict=False)) | named
+    return "reduction" in parameters and given.get("reduction", parameters["reduction"].default) in (
+        "mean",
+        "batchmean",
+    )
+
+
+def require_sum(means: Means, name: str, value: Any, samples: int, count: object, *, first: bool) -> None:
+    """Raise UserError if a number that the program gives for several samples is no sum over them."""
+    fraction = isinstance(value, float | Tensor) and first and float(value) % 1 > 0
+    derived = means.of(value, samples)
+    if (derived and derived.is_quotient) or (count is None and fraction and OF_ALL_SAMPLES.search(name.lower())):
+        remedy = "give the sums, with count=; F1 and such need all samples: run.gather() after the loop, then record it"
+        raise UserError(f"run.record({name}=...) got a quotient of this batch, and batches do not add up: {remedy}")
+    if derived or (count is None and is_share(value, samples)):
+        remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
+        raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")

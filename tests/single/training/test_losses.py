@@ -1,0 +1,55 @@
+"""What is said of the first loss of a run: a mean over other items than samples has other values on more ranks."""
+
+import re
+
+import pytest
+import torch
+
+from tests.single.training.small import X
+from tests.single.training.test_mistakes import run
+
+LABELS = (torch.arange(len(X)) % 4).masked_fill(torch.arange(len(X)) % 5 == 0, -100)
+MASK = torch.arange(len(X)) % 5 > 0
+BEFORE = "flags.accumulate = 2; from tests.single.training.test_losses import LABELS, MASK"
+FORM = dict(before=BEFORE, prepare="(net := nn.Linear(3, 4)), torch.optim.SGD(net.parameters(), lr=0.1)")
+SAID = {
+    "labels that are ignored": ("F.cross_entropy(model(x), y)", "LABELS", r"\d of 8 labels, without those of ignore_index"),
+    "beside another loss": ("model(x).mean() * 0.1 + F.cross_entropy(model(x), y)", "LABELS", r"\d of 8 labels"),
+    "weights of classes": ("F.cross_entropy(model(x), y.clamp(0), weight=torch.arange(1.0, 5))", "LABELS", "weights of classes"),
+    "a mask": ("(model(x).mean(1) * y).sum() / y.sum()", "MASK", r"\d items, of 8 samples"),
+}  # fmt: skip
+NOT_SAID = {
+    "no label is ignored": ("F.cross_entropy(model(x), y.clamp(0))", "LABELS"),
+    "a sum by the number of samples": ("model(x).sum() / len(x)", "LABELS"),
+    "a sum by that of its values": ("model(x).sum() / model(x).numel()", "LABELS"),
+    # Whose factor is that of two micro-batches, and means something else.
+    "half of two losses": ("(model(x).mean() + F.cross_entropy(model(x), y.clamp(0))) / 2", "LABELS"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_a_mean_over_other_items_than_samples_needs_their_number(case, capsys):
+    loss, labels, items = SAID[case]
+    run(FORM | dict(loss=loss, data=f"X, {labels}"))
+    (line,) = re.findall("warning: the loss .*", said := capsys.readouterr().out)
+    remedy = r"give step.backward\(loss, count=...\) their number, or the sum of their weights"
+    assert re.fullmatch(f"warning: the loss is a mean over {items}.*, and not over samples: {remedy}", line), said
+
+
+@pytest.mark.parametrize("case", NOT_SAID)
+def test_a_mean_over_all_values_does_not(case, capsys):
+    loss, labels = NOT_SAID[case]
+    rate = "; micro_batch_rate = lambda flags: flags.lr / flags.accumulate" if case == "half of two losses" else ""
+    run(FORM | dict(loss=loss, data=f"X, {labels}", before=BEFORE + rate))
+    assert "warning: the loss" not in capsys.readouterr().out
+
+
+def test_one_that_is_given_with_it_is_right(capsys):
+    run(
+        FORM
+        | dict(
+            loss="F.cross_entropy(model(x), y)", data="X, LABELS", backward="step.backward(loss, count=(y >= 0).sum())"
+        )
+    )
+    run(FORM | dict(loss="F.cross_entropy(model(x), y)", data="X, LABELS", before=BEFORE.replace("2", "1")))  # one mean
+    assert "warning: the loss" not in capsys.readouterr().out
