@@ -18,6 +18,7 @@ from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.contents import IMPLEMENTATION
 from hvdtrain.engines import atomic, files, lines
+from hvdtrain.engines.accelerators import arithmetic_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import Flags, alike, plain
@@ -371,12 +372,23 @@ class Resume:
         """Raise UserError on every rank if the program reads other samples than the run to resume."""
         if self.facts is None or (source.changes and not self.facts["state"]["samples_of_epoch"]):
             return
+        of_epoch = source.changes or source.may_be_new
         began, now = self.facts.get("split"), source.split
-        if self._flags.resume == "auto" and None not in (began, now) and began != now:
+        resplit = None not in (began, now) and began != now
+        if resplit and self._flags.resume == "auto" and not source.changes:
             message = "the data set is split otherwise than when the run began, and samples of its test set would be "
             raise UserError(f"{message}trained on: {SPLIT}", everywhere=True)
         rows = self.facts.get("rows", {})
-        if other := [name for name, held in source.rows.items() if rows.get(name, held) != held]:
+        other = [name for name, held in source.rows.items() if rows.get(name, held) != held]
+        if of_epoch and not self.facts["state"]["samples_of_epoch"]:
+            other = []
+        if of_epoch and (other or resplit):
+            message = (
+                "the data of this epoch are not those with which it began, and some samples are used twice or never"
+            )
+            remedy = "choose and compute them from the epoch's number, or from what is given to run.register"
+            self.output.say(f"warning: {message}: {remedy}")
+        elif other:
             remedy = f"{ALIKE}; or the program changes them by epoch"
             self.output.say(f"warning: the {other[0]} of the data set are not those of the run so far: {remedy}")
         there, here = self.facts["input"]["samples"], source.samples
@@ -413,6 +425,10 @@ class Resume:
         before, engine = self.facts["engine"], self.engine
         if before != engine.name and max(self.facts["world_size"], engine.size) > 1 and not engine.takes_turns:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
+        arithmetic = arithmetic_of(engine.device) if self.facts["world_size"] == engine.size else {}
+        for name, there in self.facts.get("arithmetic", {}).items():
+            if (here := arithmetic.get(name, there)) != there:
+                self.output.say(f"{name} {here} instead of {there}: results may be rounded differently")
         asked = self.config.get("weights")
         if asked is not None and asked != self.facts["config"].get("weights"):
             self.output.say(f"--weights {asked} is not used: the weights are those of the checkpoint")

@@ -4,11 +4,14 @@ import bisect
 import dis
 import functools
 import re
-from types import CodeType, FunctionType
+import sys
+from collections.abc import Sequence
+from types import CodeType, FrameType, FunctionType
 
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
 EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
+OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
 OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple"}  # these read all attributes
 
 
@@ -132,6 +135,36 @@ def reads(code: CodeType, attribute: str) -> bool:
     loads = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return attribute in (*loads, *code.co_consts) or any(reads(one, attribute) for one in inner)
+
+
+def frame_of_program() -> FrameType:
+    """Return the frame of the program that has called hvdtrain."""
+    frame = sys._getframe()
+    while frame.f_back is not None and re.match(OF_PACKAGE, str(frame.f_globals.get("__name__"))):
+        frame = frame.f_back
+    return frame
+
+
+def codes_of_program(frame: FrameType) -> list[CodeType]:
+    """Return the code in this frame, and that of the functions and classes of its module."""
+    codes = {frame.f_code}
+    for held in frame.f_globals.values():
+        if isinstance(held, FunctionType | type) and held.__module__ == frame.f_globals.get("__name__"):
+            codes.update(codes_of(held))
+    return list(codes)
+
+
+def lines_of(code: CodeType) -> list[list[dis.Instruction]]:
+    """Return the instructions of each line of this code."""
+    lines: dict[int | None, list[dis.Instruction]] = {}
+    for one in dis.get_instructions(code):
+        lines.setdefault(one.positions.lineno if one.positions else None, []).append(one)
+    return list(lines.values())
+
+
+def is_quotient_or_product(line: Sequence[dis.Instruction]) -> bool:
+    """Return whether a line multiplies or divides."""
+    return any(one.opname == "BINARY_OP" and one.argrepr.rstrip("=") in ("*", "/", "//") for one in line)
 
 
 def codes_of(what: object) -> list[CodeType]:

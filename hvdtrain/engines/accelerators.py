@@ -1,6 +1,7 @@
 """What a program needs of an accelerator besides tensors: streams, events and copies that do not stop the host."""
 
 import copy
+import platform
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -124,6 +125,14 @@ def recorded(call: str, name: str, value: object) -> Tensor:
     if tensor is None or tensor.is_complex():
         raise UserError(f"{call}({name}=...) got a {type(value).__name__}: give it a real number, or a tensor of them")
     return tensor.detach()
+
+
+def arithmetic_of(device: torch.device) -> dict[str, str]:
+    """Return what decides how sums on this rank are rounded, by the name that a user knows."""
+    if device.type == "cuda":
+        return {"GPU": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {"--threads": str(torch.get_num_threads()), "processor": processor, "torch": torch.__version__}
 
 
 def set_arithmetic(device: torch.device, *, deterministic: bool, tuning: bool) -> list[str]:

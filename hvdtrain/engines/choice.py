@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.engines import accelerators, gpu
 from hvdtrain.engines.base import Engine, Setting
-from hvdtrain.engines.cores import cpu_quota, near_gpu, stay_on, threads_for, turn_on
+from hvdtrain.engines.cores import cpu_quota, near_gpu, stay_on, threads_asked, threads_for, turn_on
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced, bound_by_default, bound_unexplained, cores_of_job, remedy
 from hvdtrain.engines.library_settings import keep_freed_memory
@@ -27,9 +27,9 @@ def start_engine(
 ) -> Engine:
     """Start the engine `name` and return it, after a check against rank and size in the launcher's variables.
 
-    `threads`: number of torch threads on this rank; None derives it from the cores available to this rank. deterministic:
-    on GPUs, compute so that the bits of a run can be had again. Raises UserError if launcher and engine disagree, if the
-    device is not available or would be left idle, and in a DataLoader worker that imports the program.
+    `threads`: number of torch threads on this rank; None: OMP_NUM_THREADS, or this rank's share of the cores.
+    deterministic: on GPUs, compute so that the bits of a run can be had again. Raises UserError if launcher and engine
+    disagree, if the device is not available or would be left idle, and in a DataLoader worker that imports the program.
     """
     # multiprocessing sets this attribute while a new process imports the program, and deletes it afterwards.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -77,7 +77,7 @@ def start_engine(
     cores = cores_of_ranks(engine)
     core = turn_on(engine.rank, cores)
     if threads is not None or tuning:
-        torch.set_num_threads(threads or share_of(engine.rank, cores))
+        torch.set_num_threads(threads or threads_asked(os.environ) or share_of(engine.rank, cores))
     # A rank with several threads needs several cores.
     if tuning and core is not None and engine.device.type == "cpu" and torch.get_num_threads() == 1:
         stay_on(core)

@@ -14,6 +14,13 @@ from hvdtrain.engines.launchers import Announced, cores_of_job
 from hvdtrain.launching import processes
 
 
+def threads_asked(environ: Mapping[str, str]) -> int | None:
+    """Return the number of threads that OMP_NUM_THREADS gives; None if it is not set, or only torchrun has set it, to 1."""
+    asked = environ.get("OMP_NUM_THREADS", "")
+    of_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE") != "1"
+    return int(asked) if asked.isdecimal() and int(asked) > 0 and not of_torchrun else None
+
+
 def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: float) -> int:
     """Return how many threads `rank` should use: its share of the cores that it may run on, at least one.
 

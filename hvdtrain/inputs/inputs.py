@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from hvdtrain.engines.accelerators import CPU, Copies
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.sameness import compared_of, compared_samples, require_same
+from hvdtrain.inputs.sameness import compared_of, compared_samples, require_same, rows_of_dataset
 from hvdtrain.inputs.sharding import PlannedBatch, PlannedStep, epoch_order
 from hvdtrain.loop.state import Initial, TrainState
 
@@ -51,6 +52,7 @@ class Input(ABC):
     split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
     rows: Mapping[str, str] = {}  # a hash of each list of files or numbers in the data set, of those that do not vary
     changes = False  # another epoch may have other data
+    may_be_new = False  # an epoch may be given other values, without a word
     restart: bool | None = None  # of several data sets: whether each epoch begins all of them anew; None: it is one
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
@@ -146,13 +148,14 @@ class Indices(Input):
 class Tensors(Input):
     """Tensors of equal length, each [n, ...]. Batches are gathered on the tensors' device; use `Run.to_device` before."""
 
-    may_wait = False
+    may_wait, may_be_new = False, True
 
     def __init__(self, engine: Engine, tensors: Sequence[Tensor]):
         device = engine.device
         self.tensors, self._engine, self._compared = tensors, engine, False
         self._copies = None if device.type == "cpu" else Copies(device)
         self.samples = self.per_epoch = len(tensors[0])
+        self.rows = rows_of_dataset(TensorDataset(*tensors))
         if all(tensor.device == tensors[0].device for tensor in tensors):
             self.indices_on = tensors[0].device
 

@@ -234,6 +234,9 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
             ]
             if isinstance(part, TensorDataset):
                 text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
+                text += "".join(map(hash_of_numbers, rows))
+            elif is_dense(value) and (exact := hash_of_numbers(value)):
+                text = exact
             elif is_dense(value):
                 kind, *content = leaf_of(value)  # another kind of processor may round differently
                 text = repr([[f"{one:.6g}" for one in content[0]], content[1:]]) if content else kind
@@ -243,6 +246,15 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
                 continue
             held[place] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return held
+
+
+def hash_of_numbers(value: Any) -> str:
+    """Return a hash of all whole numbers in a tensor, such as labels, of which few may change; empty if it has other values,
+    or too many."""
+    tensor = torch.as_tensor(value)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_NUMBERS:
+        return ""
+    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def is_transform(name: str, value: object) -> bool:

@@ -45,7 +45,7 @@ class Data:
         """kinds: returns the kinds of data, which are imported when the first is opened."""
         self._kinds, self._engine, self._flags, self._output = kinds, engine, flags, output
         self._copies = Copies(engine.device)
-        self._given: tuple[Any, ...] = ()  # the arguments of `run.steps`
+        self.given: tuple[Any, ...] = ()  # the arguments of `run.steps`
         self.input: Input | None = None  # what they were opened as, once training has begun
 
     def open(self, data: tuple[Any, ...]) -> Input:
@@ -68,7 +68,7 @@ class Data:
         """
         require_default_device()
         before = self.input
-        if before is not None and same_source(data, self._given) and bool(before.restart) == restart and not changes:
+        if before is not None and same_source(data, self.given) and bool(before.restart) == restart and not changes:
             return before
         with kept():  # a DataLoader draws a seed for its workers when it begins
             opened = self.open(data)
@@ -84,7 +84,7 @@ class Data:
                 unlike = f"{opened.samples} samples, and {before.samples} in the epoch before"
                 raise UserError(f"run.steps() got {unlike}: {CHANGES}")
             begin(opened, first=before is None)
-        self._given, self.input = data, opened
+        self.given, self.input = data, opened
         return opened
 
     def to_device(self, tensors: tuple[Tensor, ...]) -> Any:

@@ -3,18 +3,15 @@
 The graph of the loss is read, which torch keeps for the backward pass, and the program's code for what a factor stands for.
 """
 
-import dis
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.uses import codes_of
+from hvdtrain.checkpoint.uses import codes_of_program, frame_of_program, is_quotient_or_product, lines_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
@@ -25,6 +22,7 @@ LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with le
 FACTORS = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
 SUMS = ("AddBackward0", "SubBackward0", *FACTORS)
 MOST_NODES = 50
+MEAN, SUM = 1, 2  # of `reduction`, as torch saves it
 # In the names that programs give the number of micro-batches, that of ranks, and losses.
 PASSES, RANKS = re.compile("accum"), re.compile("world_size|num_replicas|^size$")
 LOSSES = re.compile("loss|backward|criterion|entropy|objective", re.IGNORECASE)
@@ -43,7 +41,12 @@ def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Call
         if number > 1 and (how := scaled_by(loss, number)) and has_factors(pattern):
             message = f"step.backward() got a loss {how} {number}, the number of {what}"
             raise UserError(f"{message}: leave that out, gradients are means over all samples of the step")
-    if say is not None and count is None and passes * engine.size > 1 and (items := items_of(loss, step.batch.count)):
+    if say is None or count is not None or passes * engine.size == 1:
+        return
+    if getattr(loss.grad_fn, "_saved_reduction", MEAN) == SUM and step.batch.count > 1:
+        remedy = "divide it by their number in the micro-batch, such as loss / len(labels)"
+        say(f"warning: the loss is a sum over the samples, and not their mean: {remedy}")
+    elif items := items_of(loss, step.batch.count):
         remedy = "give step.backward(loss, count=...) their number, or the sum of their weights"
         say(f"warning: the loss is a mean over {items}, and not over samples: {remedy}")
 
@@ -92,36 +95,21 @@ def scaled_by(loss: Tensor, number: int) -> str:
 
 
 def has_factors(pattern: re.Pattern[str]) -> bool:
-    """Return whether the program multiplies or divides by something of such a name. The number alone may be another one:
-    half the sum of two losses is no loss divided by two micro-batches."""
-    frame, codes = sys._getframe(), set[CodeType]()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hvdtrain."):
-        frame = frame.f_back
-    codes |= {frame.f_code}
-    for held in frame.f_globals.values():
-        if isinstance(held, FunctionType | type) and held.__module__ == frame.f_globals.get("__name__"):
-            codes.update(codes_of(held))
-    return any(has_factor(code, pattern) for code in codes)
-
-
-def has_factor(code: CodeType, pattern: re.Pattern[str]) -> bool:
-    """Return whether a line of this code multiplies or divides a loss by what has such a name."""
-    lines: dict[int | None, list[dis.Instruction]] = {}
-    for one in dis.get_instructions(code):
-        lines.setdefault(one.positions.lineno if one.positions else None, []).append(one)
-    for line in lines.values():
-        # As it is shown, `size` is an attribute; a method, x.size(0), has more.
-        names = [one.argrepr for one in line if isinstance(one.argval, str | tuple)]
-        operations = {one.argrepr.rstrip("=") for one in line if one.opname == "BINARY_OP"}
-        if operations & {"*", "/"} and any(map(pattern.search, names)) and any(map(LOSSES.search, names)):
-            return True
+    """Return whether the program multiplies or divides a loss by something of such a name. The number alone may be another
+    one: half the sum of two losses is no loss divided by two micro-batches."""
+    for code in codes_of_program(frame_of_program()):
+        for line in filter(is_quotient_or_product, lines_of(code)):
+            # As it is shown, `size` is an attribute; a method, x.size(0), has more.
+            names = [one.argrepr for one in line if isinstance(one.argval, str | tuple)]
+            if any(map(pattern.search, names)) and any(map(LOSSES.search, names)):
+                return True
     return False
 
 
 def items_of(loss: Tensor, samples: int) -> str:
     """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are."""
     for node in nodes_of(loss, SUMS):
-        if type(node).__name__.startswith("NllLoss") and node._saved_reduction == 1:
+        if type(node).__name__.startswith("NllLoss") and node._saved_reduction == MEAN:
             if node._saved_weight is not None:
                 return "weights of classes"
             counted, labels = float(node._saved_total_weight), node._saved_target.numel()

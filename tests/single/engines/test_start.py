@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvdtrain.engines.choice import computes_in_bf16, share_of
-from hvdtrain.engines.cores import cpu_quota, near_gpu, turn_on
+from hvdtrain.engines.cores import cpu_quota, near_gpu, threads_asked, turn_on
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
@@ -47,6 +47,23 @@ def test_threads_are_a_share_of_the_cores_that_the_rank_may_run_on(monkeypatch, 
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(cores))
         told.append(share_of(rank, [(name, list(theirs)) for name, theirs in places]))
     assert told == expected
+
+
+ASKED = {
+    "by the user": (dict(OMP_NUM_THREADS="3"), 3),
+    "by nobody": ({}, None),
+    "by torchrun": (dict(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="none", LOCAL_WORLD_SIZE="2"), None),
+    "by the user, under torchrun": (dict(OMP_NUM_THREADS="2", TORCHELASTIC_RUN_ID="none", LOCAL_WORLD_SIZE="2"), 2),
+    "by the user, of one rank": (dict(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="none", LOCAL_WORLD_SIZE="1"), 1),
+    "of levels": (dict(OMP_NUM_THREADS="4,2"), None),
+    "of none": (dict(OMP_NUM_THREADS="0"), None),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_the_number_of_threads_that_the_user_has_set_is_kept(case):
+    environ, threads = ASKED[case]
+    assert threads_asked(environ) == threads
 
 
 TURNS = {  # hosts and cores of the ranks, and the core of each

@@ -115,7 +115,8 @@ class Trained:
         before: Callable[..., Any] = nothing, head: Callable[..., Any] = nothing, at_step: Callable[..., Any] = nothing,
         each: Callable[..., Any] = nothing, tail: Callable[..., Any] = nothing, end: Callable[..., Any] = nothing,
         kill: object = None, epochs: int = 2, batch_size: int = 8, steps: int | None = None, metrics: Any = None,
-        stop_at: Any = None, count: Any = None, restart: bool = False, clip_norm: float | None = None, seed: Any = None,
+        stop_at: Any = None, count: Any = None, restart: bool = False, changes: bool = False,
+        clip_norm: float | None = None, seed: Any = None,
         start: Callable[..., contextlib.AbstractContextManager[Run]] = alone, **prepare: Any,
     ):  # fmt: skip
         words = (*argv, "--output-dir", str(out)) if out else argv
@@ -132,7 +133,7 @@ class Trained:
             before(self)
             for epoch in self.run.epochs(None if steps else epochs, steps=steps, stop_at=stop_at):
                 head(self, epoch)
-                for step in self.run.steps(*(data(self) if callable(data) else data), restart=restart):
+                for step in self.run.steps(*(data(self) if callable(data) else data), restart=restart, changes=changes):
                     self.step = step
                     at_step(self)
                     for batch in step.batches():

@@ -186,7 +186,8 @@ DECIDES = {  # the evaluations of an epoch, with the names that they record; wha
         "the last evaluation of an epoch decides which is the best one: end it with val",
     ),
     "one without what decides": (
-        {"": "loss", "plain": "score"}, "no epoch is the best one, as the last evaluation of it has no loss: end it with the other",
+        {"": "loss", "plain": "score"},
+        "no epoch is the best one, as the last evaluation of it has no loss: end it with the other",
     ),
     "none has what decides": (
         {"": "score"},

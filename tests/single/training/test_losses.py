@@ -15,12 +15,17 @@ FORM = dict(before=BEFORE, prepare="(net := nn.Linear(3, 4)), torch.optim.SGD(ne
 SAID = {
     "labels that are ignored": ("F.cross_entropy(model(x), y)", "LABELS", r"\d of 8 labels, without those of ignore_index"),
     "beside another loss": ("model(x).mean() * 0.1 + F.cross_entropy(model(x), y)", "LABELS", r"\d of 8 labels"),
-    "weights of classes": ("F.cross_entropy(model(x), y.clamp(0), weight=torch.arange(1.0, 5))", "LABELS", "weights of classes"),
+    "weights of classes": (
+        "F.cross_entropy(model(x), y.clamp(0), weight=torch.arange(1.0, 5))", "LABELS", "weights of classes"),
     "a mask": ("(model(x).mean(1) * y).sum() / y.sum()", "MASK", r"\d items, of 8 samples"),
 }  # fmt: skip
 NOT_SAID = {
     "no label is ignored": ("F.cross_entropy(model(x), y.clamp(0))", "LABELS"),
     "a sum by the number of samples": ("model(x).sum() / len(x)", "LABELS"),
+    "a sum by reduction, by their number": (
+        'F.mse_loss(model(x)[:, 0], y.float(), reduction="sum") / len(x)',
+        "LABELS",
+    ),
     "a sum by that of its values": ("model(x).sum() / model(x).numel()", "LABELS"),
     # Whose factor is that of two micro-batches, and means something else.
     "half of two losses": ("(model(x).mean() + F.cross_entropy(model(x), y.clamp(0))) / 2", "LABELS"),
@@ -42,6 +47,13 @@ def test_a_mean_over_all_values_does_not(case, capsys):
     rate = "; micro_batch_rate = lambda flags: flags.lr / flags.accumulate" if case == "half of two losses" else ""
     run(FORM | dict(loss=loss, data=f"X, {labels}", before=BEFORE + rate))
     assert "warning: the loss" not in capsys.readouterr().out
+
+
+def test_a_sum_over_samples_is_to_be_divided(capsys):
+    run(FORM | dict(loss='F.mse_loss(model(x)[:, 0], y.float(), reduction="sum")', data="X, LABELS"))
+    (line,) = re.findall("warning: the loss .*", capsys.readouterr().out)
+    remedy = "divide it by their number in the micro-batch, such as loss / len(labels)"
+    assert line == f"warning: the loss is a sum over the samples, and not their mean: {remedy}"
 
 
 def test_one_that_is_given_with_it_is_right(capsys):

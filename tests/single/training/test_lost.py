@@ -395,3 +395,27 @@ def test_what_begins_again_beside_the_steps_of_a_resumed_epoch_is_said(around, t
                 step.update()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert [AROUND[around] in line for line in said] == [True] * bool(AROUND[around])
+
+
+def of_labels(kind, at):
+    """Return data whose labels the program computes at the head of an epoch. at: 1 where they are others than before."""
+    labels = torch.arange(N) % 2 + (torch.arange(N) == 5) * at
+    if kind == "tensors":
+        return X, Y, labels
+    if kind == "a subset":
+        return (DataLoader(Subset(TensorDataset(X, Y, labels * 0), range(at, N - 2 + at)), 8),)
+    return (DataLoader(TensorDataset(X, Y, labels), 8, shuffle=True),)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "a data set", "a subset"])
+@pytest.mark.parametrize(("at", "stop"), [(1, 3), (0, 3), (1, 6)])
+def test_data_of_an_epoch_that_are_others_when_it_is_resumed_are_said(kind, at, stop, tmp_path, capsys):
+    """Pseudo-labels that are computed from the weights: one label of 40 was another, and the epoch went on, exit code 0."""
+    for where, kill in ((0, stop), (at, None)):
+        with pytest.raises(Killed) if kill else contextlib.nullcontext():
+            Trained(
+                "--checkpoint-steps", "1", out=tmp_path, kill=kill, data=partial(lambda at, t: of_labels(kind, at), where),
+                loss=lambda t, x, y, _: (t.model(x) - y).square().mean(), changes=kind != "tensors",
+            )  # fmt: skip
+    said = "warning: the data of this epoch are not those with which it began, and some samples are used twice or never"
+    assert (said in (out := capsys.readouterr().out)) == (at == 1 and stop == 3), out

@@ -7,6 +7,7 @@ import torch
 
 from hvdtrain.features.schedule_rules import length_of_lambdas
 from hvdtrain.loop import optim
+from tests.single.training.test_mistakes import run
 
 
 def test_onecycle_is_torchs():
@@ -114,5 +115,29 @@ def test_a_function_that_falls_to_0_at_the_end_of_one_process_tells_its_length(c
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         made, lambda step: function(step) if case != "an error" or step else 1.0
     )
-    assert length_of_lambdas(scheduler, 48, 4, 2) == length
-    assert length_of_lambdas(scheduler, 48, 4, 1) is None
+    assert length_of_lambdas(scheduler, 48, 4, {1, 2}) == length
+    assert length_of_lambdas(scheduler, 48, 4, {1, 2, 4}) == length  # two ranks and two micro-batches
+    assert length_of_lambdas(scheduler, 48, 4, {1}) is None
+
+
+OWN_SCHEDULES = {
+    "its length in the rate": ("step.lr = 0.1 * (1 - step.number / (2 * len(train)))", True),
+    "its length in a function": ("set_rate(step)", True),
+    "divided by what makes it shorter": ("step.lr = 0.1 * (1 - step.number / (len(train) // flags.accumulate))", False),
+    "shown": ("print(f'{step.number / len(train):.2f}')", False),
+    "of another loader": ("step.lr = 0.1 * (1 - step.number / (20 * len(other)))", False),
+    "of its data": ("step.lr = 0.1 * (1 - step.number / (2 * len(train.dataset)))", False),
+}
+
+
+@pytest.mark.parametrize("case", OWN_SCHEDULES)
+def test_the_length_of_a_loader_is_that_of_one_process(case, capsys):
+    line, said = OWN_SCHEDULES[case]
+    before = "flags.accumulate = 2; train, other = DataLoader(DATA, 8), DataLoader(DATA, 8)"
+    if line == "set_rate(step)":
+        before += "\ndef set_rate(step): step.lr = 0.1 * (1 - step.number / (2 * len(train)))"
+    run(dict(before=before, data="train", at_step=line))
+    expected = (
+        "warning: len(train) is 5, the steps of one process, and an epoch has 3: compute with run.total_steps(train, 1)"
+    )
+    assert capsys.readouterr().out.count(expected) == said

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,7 +23,7 @@ from hvdtrain.guards import watch
 from hvdtrain.guards.activity import Activity
 from hvdtrain.loop.state import Initial
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import Trained, flags_for, train
+from tests.single.training.small import Killed, Trained, flags_for, train
 from tests.single.unwritable import UNWRITABLE
 
 
@@ -88,6 +89,23 @@ def test_a_resumed_run_says_that_other_weights_are_not_used(copy, tmp_path, capf
     assert export.main([str(copy), "--to", str(file)]) == 0
     assert alone(copy, f"--weights {file}") == 0
     assert f"--weights {file} is not used: the weights are those of the checkpoint" in capfd.readouterr().out
+
+
+def test_what_rounds_differently_is_said(tmp_path, monkeypatch, capsys):
+    """Of two threads on one core, or on an older processor, a resumed run had other bits, without a word."""
+    with pytest.raises(Killed):
+        Trained("--checkpoint-steps", "1", "--threads", "2", out=tmp_path, kill=3)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "OLDER")
+        Trained("--checkpoint-steps", "1", out=tmp_path, kill=6)
+    out = capsys.readouterr().out
+    assert "--threads 1 instead of 2: results may be rounded differently" in out
+    assert re.search(r"processor \w+ OLDER instead of \w+ \w+: results may be rounded differently", out)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "OLDER")
+        Trained(out=tmp_path)
+    assert "rounded differently" not in capsys.readouterr().out
+
 
 
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
