@@ -245,6 +245,19 @@ class Carried:
         what = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         return f"{what} of {'the program' if code.co_name == '<module>' else f'{code.co_name}()'}"
 
+    def is_kept(self, owner: object, attribute: str) -> bool:
+        """Return whether a method of an object, or the loop, may read this attribute before it is set anew."""
+        with OF_THE_PROGRAM:
+            kind, skipped = type(owner), ("__init__", "state_dict", "load_state_dict")
+            methods = [one for base in kind.__mro__ for name, one in vars(base).items() if name not in skipped]
+            codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
+            if any("LOAD" in first_uses(code, None, attribute, of=ATTRIBUTES) for code in codes):
+                return not self._is_set_anew(kind, attribute)
+            setters = tuple(name for name, one in self._functions(kind) if stores(one, attribute) == {"STORE"})
+            loops = [first_uses(*loop, attribute, of=ATTRIBUTES, calls=setters) for loop in self._loops]
+            return any("LOAD" in uses for uses in loops)
+        return True
+
     def is_set_anew(self, models: Iterable[nn.Module], name: str) -> bool:
         """Return whether the program sets this attribute of layers before it trains, in each forward pass, step or epoch.
         What it sets after the steps of an epoch is lost if the run is resumed at its end."""

@@ -37,16 +37,44 @@ def numbers_of(what: object, apart: Sequence[object] = (), *, within: bool = Tru
 
 
 def tensors_held(what: object) -> dict[str, list[Tensor]]:
-    """Return the tensors among an object's attributes, also those in a list; of which attributes, see `numbers_of`."""
+    """Return the tensors among an object's attributes, also those in a list, and arrays of numpy, which share their memory;
+    of which attributes, see `numbers_of`."""
     own, held = type(what).__module__ == "__main__", dict[str, list[Tensor]]()
     for name, value in getattr(what, "__dict__", {}).items():
         some = value if isinstance(value, (list, tuple)) and len(value) <= MOST_HELD else [value]
-        if (own or not name.startswith("_")) and (tensors := [one for one in some if isinstance(one, Tensor)]):
+        if (own or not name.startswith("_")) and (tensors := [one for one in map(as_tensor, some) if one is not None]):
             held[name] = tensors
     return held
 
 
+def as_tensor(value: Any) -> Tensor | None:
+    """Return a tensor, or one with the memory of an array; None for another object."""
+    if hasattr(value, "__array_interface__") and not isinstance(value, Tensor) and getattr(value, "shape", None):
+        with contextlib.suppress(TypeError, ValueError):  # of texts or objects; a view that torch has not
+            return torch.as_tensor(value)
+    return value if isinstance(value, Tensor) else None
+
+
+def is_restored(what: Any, attribute: str, shared: Mapping[int, object]) -> bool:
+    """Return whether the load_state_dict of an object sets the tensors of an attribute as they are now. A copy is tried,
+    whose tensors have other values. shared: by id, what the copy does not copy."""
+    state, own = copy.deepcopy(what.state_dict()), vars(what)
+    others = {id(one): one for name, value in own.items() if name != attribute for one in tree_leaves(value)}
+    held = tensors_held(what)[attribute]
+    if sum(one.numel() for one in held) > MOST_COPIED:
+        return True
+    with contextlib.suppress(Exception):  # any: of the author's own
+        large = {at: one for at, one in others.items() if as_tensor(one) is not None}
+        twin = copy.deepcopy(what, {**shared, **large})
+        for one, now in zip(tensors_held(twin)[attribute], held, strict=True):
+            one.copy_(now == 0)  # 1 for 0, and 0 for any other
+        twin.load_state_dict(state)
+        return all(map(torch.equal, tensors_held(twin)[attribute], held))
+    return True
+
+
 MOST_HELD = 1_000  # parts of a list
+MOST_COPIED = 10_000_000  # values
 
 
 def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -196,7 +224,7 @@ class Lacking:
                 message = f"its {attribute} has changed, and a resumed run would begin with {value}"
                 remedy = "add it to its state_dict and load_state_dict"
                 self._warn(f"run.register({name}=...): {message}", remedy)
-            self._warn_of_tensors(name, what)
+            self._warn_of_tensors(name, what, shared)
             self._warn_of_optimizers(name, what)
 
     def _warn_of_optimizers(self, name: str, what: Any) -> None:
@@ -214,16 +242,21 @@ class Lacking:
                 remedy = f"register it, too, as {path.rpartition('.')[2]}={name}.{path}"
                 self._warn(f"run.register({name}=...): {message}", remedy)
 
-    def _warn_of_tensors(self, name: str, what: Any) -> None:
-        """Say once that a registered object keeps what it learns in tensors, and that its state has none, as of a metric of
-        torchmetrics. One that has some may compute others from them."""
+    def _warn_of_tensors(self, name: str, what: Any, shared: Mapping[int, object]) -> None:
+        """Say once that a registered object keeps what it learns in tensors or arrays that its state has not, as a metric of
+        torchmetrics does. They may be computed from what its state has."""
         held, now = self._held[name], tensors_held(what)
-        changed = [attribute for attribute, mark in held.items() if mark != mark_of(now.get(attribute, []))]
-        if not changed:
-            return
-        held.clear()
-        if not any(isinstance(one, Tensor) for one in tree_leaves(what.state_dict())):
+        for attribute in [attribute for attribute, mark in held.items() if mark != mark_of(now.get(attribute, []))]:
+            del held[attribute]
+            if attribute not in now or is_restored(what, attribute, shared) or not self._is_kept(what, attribute):
+                continue
+            held.clear()
             torchs = callable(getattr(what, "persistent", None))
             remedy = "call its persistent(True)" if torchs else "add it to its state_dict and load_state_dict"
-            message = f"its {changed[0]} has changed, and a resumed run would begin with that of a new one"
+            message = f"its {attribute} has changed, and a resumed run would begin with that of a new one"
             self._warn(f"run.register({name}=...): {message}", remedy)
+            return
+
+    def _is_kept(self, what: Any, attribute: str) -> bool:
+        """Return whether the program keeps an attribute of an object from step to step, as far as its code tells."""
+        return self.carried is None or self.carried.is_kept(what, attribute)

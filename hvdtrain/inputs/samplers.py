@@ -81,6 +81,10 @@ class Drawn:
         """Raise UserError on every rank if they have drawn other orders. A collective."""
         remedy = "draw with torch's, Python's or numpy's generators, and from data that are the same on all ranks"
         if self._engine:
+            # As samplers for DistributedDataParallel are made, each for its rank.
+            held = {(name.strip("_"), value) for (_, name), value in self._numbers().items()}
+            if held & {("rank", self._engine.rank), ("rank_id", self._engine.rank)}:
+                remedy = "leave its rank and the number of ranks out: what it draws for one process is divided for you"
             self._engine.require_equal(f"the order that {self._kind} draws", digest, remedy)
 
     def batches(self, seed: int, epoch: int) -> list[Tensor]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.engines.launchers import announced
 from tests.parallel.test_loop import N, X, a_run
 from tests.single.training.small import fit
 
@@ -51,6 +52,19 @@ def with_a_graph(matrix):
     net = nn.Linear(3, 1)
     net.register_buffer("graph", matrix.to_sparse_csr(), persistent=False)
     return net
+
+
+class OfRank(Sampler):
+    """Batches of one rank, as for DistributedDataParallel."""
+
+    def __init__(self):
+        self.rank, self.num_replicas = announced().rank, 2
+
+    def __iter__(self):
+        return iter([[self.rank * 2], [self.rank * 2 + 1]])
+
+    def __len__(self):
+        return 2
 
 
 def sgd(net, last=False):
@@ -170,6 +184,8 @@ NEED_TWO = {  # ranks that differ
         r"ranks have different data: part 1 of sample \d+ is"),
     "that of a worker": (dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, num_workers=1)),
         r"ranks have different data: part 1 of sample \d+ is"),
+    "a sampler for one rank": (dict(data=lambda last: DataLoader(list(X), batch_sampler=OfRank())),
+        r"ranks disagree about the order that OfRank draws: .*: leave its rank and the number of ranks out: what it draws"),
     "another split": (dict(data=lambda last: DataLoader(Subset(list(X), range(last, N - 2 + last)), 4)),
         r"ranks disagree about which samples the subset has: .*random_split\(..., generator=torch.Generator"),
     "another split of a test set": (

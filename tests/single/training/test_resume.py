@@ -107,7 +107,6 @@ def test_what_rounds_differently_is_said(tmp_path, monkeypatch, capsys):
     assert "rounded differently" not in capsys.readouterr().out
 
 
-
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
     expected = results(copy)
     newest = checkpoint.checkpoints_in(copy / "checkpoints")[0]

@@ -264,11 +264,12 @@ class Average:
 
 
 class Tally:
-    """Counts in tensors, as a metric of torchmetrics does. kept: which of them its state has."""
+    """Counts in tensors, as a metric of torchmetrics does, or in arrays. kept: which of them its state has. computes:
+    `load_state_dict` computes the others."""
 
-    def __init__(self, *kept, copies=False):
-        self.kept, self.copies = kept, copies
-        self.hits, self.rows, self.fixed = torch.zeros(N), [torch.zeros(2)], torch.ones(2)
+    def __init__(self, *kept, copies=False, computes=False, kind=torch.tensor):
+        self.kept, self.copies, self.computes = kept, copies, computes
+        self.hits, self.rows, self.fixed = kind([0.0] * N), [torch.zeros(2)], torch.ones(2)
 
     def state_dict(self):
         state = {name: getattr(self, name) for name in self.kept}
@@ -276,6 +277,8 @@ class Tally:
 
     def load_state_dict(self, state):
         vars(self).update(state)
+        if self.computes:
+            self.rows = [torch.zeros(2), *[torch.ones(2)] * int(self.hits[0])]
 
     def step(self):
         self.hits, self.rows = self.hits + 1, [*self.rows, torch.ones(2)]
@@ -337,7 +340,10 @@ COUNTERS = [
     (lambda net, _: Average("rate", "begun"), {"count": "0"}),
     (lambda net, _: Tally("hits", "rows"), {}),
     (lambda net, _: Tally("hits", "rows", copies=True), {}),
-    (lambda net, _: Tally("hits"), {}),  # the others may be computed from it
+    (lambda net, _: Tally("hits"), {"rows": "that of a new one: add it to"}),
+    (lambda net, _: Tally("hits", computes=True), {}),  # the others are computed from it
+    (lambda net, _: Tally("hits", "rows", kind=np.array), {}),
+    (lambda net, _: Tally("rows", kind=np.array), {"hits": "that of a new one: add it to"}),
     (lambda net, _: Tally(), {"hits": "that of a new one: add it to"}),
     (lambda net, _: Persistent(), {"hits": "that of a new one: call its persistent(True)"}),
     (lambda net, _: averaged(Averaged, net, times=0), {"times": "0"}),
