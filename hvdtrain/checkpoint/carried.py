@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.checkpoint.shown import only_decides_prints
 from hvdtrain.checkpoint.uses import (
     ATTRIBUTES,
     OF_ALL_NAMES,
@@ -68,12 +69,12 @@ class Carried:
     """The variables of the function that has the loop over `run.epochs`, in this frame.
 
     saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`. restored:
-    whether the weights of `models` were.
+    the weights and states of optimizers that were, or none.
     """
 
     def __init__(
         self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Iterable[nn.Module],
-        of_run: Callable[[], Mapping[str, Any]], *, restored: bool,
+        of_run: Callable[[], Mapping[str, Any]], *, restored: Sequence[Tensor],
     ):  # fmt: skip
         self._frame: FrameType | None = frame
         self._code, self._offset, self._say, self._saved, self._of_run = frame.f_code, frame.f_lasti, say, saved, of_run
@@ -96,18 +97,16 @@ class Carried:
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
             # A penalty that holds the weights near the first ones would hold them near the restored ones.
-            if restored and (copies := self._copies([one for model in modules for one in model.parameters()])):
-                what = (
-                    f"{self._named(copies, self._code)} has the restored weights, and not those that the run began with"
-                )
-                say(f"warning: {what}: copy them before run.prepare(), or give the copy to run.register")
+            if copies := self._copies(restored):
+                what = f"{self._named(copies, self._code)} has what was restored, and not what the run began with"
+                say(f"warning: {what}: copy it before run.prepare(), or give the copy to run.register")
 
-    def _copies(self, weights: Sequence[Tensor]) -> list[str]:
-        """Return the names of modules, lists and dictionaries of tensors that are copies of weights, and used as such."""
+    def _copies(self, restored: Sequence[Tensor]) -> list[str]:
+        """Return the names of modules, lists and dictionaries of tensors that are copies of these, and used as such."""
         assert self._frame is not None
         copies, saved = list[str](), {id(one) for one in self._saved.values()} | self._shared
         alike: dict[object, list[Tensor]] = {}  # by shape and first values: layers of one shape are many and large
-        for weight in weights:
+        for weight in restored:
             alike.setdefault(first_values(weight), []).append(weight)
         for name, value in variables_of(self._frame, nn.Module | list | tuple | dict).items():  # type: ignore[arg-type]
             held = list(value.parameters()) if isinstance(value, nn.Module) else tree_leaves(value)[:MOST_PARTS]
@@ -347,6 +346,9 @@ class Carried:
                 return False
             if not self._is_read(kind, attribute):
                 return False
+        here = owner is None or self._is_here(owner)
+        if here and only_decides_prints(self._code, attribute if owner is not None else variable):
+            return False
         if name.startswith(THE_GLOBAL):
             if variable in (modules := self._own_modules()):
                 inner = re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[1]
@@ -419,6 +421,11 @@ class Carried:
             known = name.partition(".")[0] == "hvdtrain" or OF_OTHERS.search(file)
             self._judged[name] = not known and file.startswith(str(Path(self._code.co_filename).parent))
         return self._judged[name]
+
+    def _is_here(self, owner: object) -> bool:
+        """Return whether the class of an object, or a function, is in the file of the loop."""
+        kind = owner if isinstance(owner, type | FunctionType) else type(owner)
+        return getattr(kind, "__module__", None) == self._globals.get("__name__")
 
     def _is_own(self, what: Any) -> bool:
         """Return whether a class or function is the program's own."""

@@ -148,7 +148,9 @@ def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
             for name, some in tensors.items():  # not another name of a weight, nor an output
                 if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some):
                     held[f"{path}.{name}".lstrip(".")] = mark_of(some)
-            held |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in numbers_of(module).items()}
+            # By its name, the length of a table that is computed again, as of a rotary embedding, is no state.
+            numbers = {name: value for name, value in numbers_of(module).items() if "cached" not in name}
+            held |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in numbers.items()}
     return held
 
 

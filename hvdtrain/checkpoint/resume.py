@@ -40,6 +40,7 @@ MOST_NAMED_DIFFERENCES = 3  # differences listed in one message
 # In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
 POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
 ROUNDING = ("compression", "gradient_predivide_factor", "tuning")  # flags that change the last bits of sums over ranks
+NAMES_OF_DATA = {"sha256": "the content of the data, or the order of its files, as SHA-256"}
 LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
 
 
@@ -66,7 +67,9 @@ def differences(
     unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences
     unlike += [
         # Where nothing is said of the data, they have the program's name.
-        Difference("the program" if data.get(name) == flags.program else name, there, data.get(name))
+        Difference(
+            "the program" if data.get(name) == flags.program else NAMES_OF_DATA.get(name, name), there, data.get(name)
+        )
         for name, there in facts["data"].items()
         if not alike(there, data.get(name))
     ]

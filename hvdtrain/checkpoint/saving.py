@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import checkpoint, contents
 from hvdtrain.checkpoint.carried import Carried
@@ -216,7 +217,11 @@ class Checkpoints:
         """
         lacking, models = self.objects.lacking, self.objects.prepared.models
         if self.output.output_dir is not None and self.writes:
-            saved, restored = self.registered | self.generators.registered, self.resume.facts is not None
+            saved, restored = self.registered | self.generators.registered, list[Tensor]()
+            if self.resume.facts is not None:
+                restored = [weight for model in models for weight in model.parameters()]
+                for optimizer in self.objects.prepared.optimizers:
+                    restored += [one for one in tree_leaves(optimizer.state) if isinstance(one, Tensor)]
             lacking.carried = Carried(frame, self.output.say, saved, models, of_run, restored=restored)
         # A frame keeps all variables of its function alive, and with them tensors.
         del frame

@@ -209,6 +209,8 @@ class DdpEngine(Engine):
         dist = torch.distributed
         if not dist.is_available():
             raise UserError("this torch was built without torch.distributed: use --engine horovod or serial")
+        if dist.is_initialized():
+            raise UserError("the program has called dist.init_process_group: leave it out, training.start does it")
         if size > 1:
             require_free_ports()
         try:

@@ -348,6 +348,8 @@ def prepare(
     micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
     """
     given, models, optimizers = sorted_parts(parts, names)
+    for optimizer in optimizers:
+        complete(optimizer)
     require_alike(engine, models, optimizers)
     for model in models:
         model.to(engine.device)
@@ -381,6 +383,14 @@ def prepare(
     for optimizer in optimizers:
         engine.broadcast_optimizer_state(optimizer)
     return prepared
+
+
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer around another one, whose author has not called super().__init__(), what torch expects there."""
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        inner = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+        defaults = {"defaults": dict(inner[0].defaults) if inner else {}}
+        torch.optim.Optimizer.__setstate__(optimizer, defaults | vars(optimizer))
 
 
 def give_memory(model: nn.Module) -> None:

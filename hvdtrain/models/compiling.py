@@ -21,7 +21,9 @@ def require_compiler(device: torch.device) -> None:
         # as Triton chooses it, for what starts its kernels
         raise UserError("--compile on a GPU needs a C compiler: install gcc, set CC, or leave it out")
     if device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):  # as torch._inductor chooses it
-        raise UserError("--compile on a CPU needs a C++ compiler: install g++, or leave it out")
+        given = f", and CXX={os.environ['CXX']} is not there" if "CXX" in os.environ else ""
+        remedy = "correct CXX" if given else "install g++"
+        raise UserError(f"--compile on a CPU needs a C++ compiler{given}: {remedy}, or leave it out")
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:

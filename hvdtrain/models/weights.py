@@ -20,6 +20,8 @@ from hvdtrain.engines.modules import is_extra
 
 MOST_HEADER_BYTES = 2**26
 MOST_TENSORS = 100_000
+# By how they begin. As the length of a header, these would be larger than any.
+OTHER_FORMATS = {b"PK\x03\x04": "a file of torch.save, or another zip", b"\x1f\x8b": "compressed by gzip", b'{"': "JSON"}
 STRING_OR_OBJECT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\{', re.DOTALL)
 
 
@@ -34,7 +36,10 @@ def refuse_large_header(path: Path) -> None:
     """Raise ValueError if a safetensors file has an excessive number of tensors. Raises OSError if it cannot be read."""
     require_file(path)
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        if other := next((what for begins, what in OTHER_FORMATS.items() if first.startswith(begins)), None):
+            raise ValueError(f"it is {other}, and not safetensors")
+        length = int.from_bytes(first, "little")
         if length > MOST_HEADER_BYTES:
             raise ValueError(f"its header of {length:,} bytes is larger than {MOST_HEADER_BYTES:,}")
         header = file.read(length)

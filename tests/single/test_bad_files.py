@@ -357,6 +357,20 @@ def test_compressed_weights_are_refused_before_they_are_unpacked(tmp_path):
         load_weights(torch.nn.Linear(1, 1), path)
 
 
+@pytest.mark.parametrize("kind", ["a file of torch.save, or another zip", "compressed by gzip", "JSON"])
+def test_a_file_of_another_format_is_told_as_that(kind, tmp_path):
+    """It had "a header of 578,712,552,184,433,488 bytes"."""
+    path = tmp_path / "weights.safetensors"
+    if kind == "JSON":
+        path.write_text('{"weight_map": {}}')
+    elif kind == "compressed by gzip":
+        path.write_bytes(gzip.compress(b"weights"))
+    else:
+        torch.save({"w": torch.zeros(3)}, path)
+    with pytest.raises(UserError, match=rf"\(it is {kind}, and not safetensors\)"):
+        load_weights(torch.nn.Linear(1, 1), path)
+
+
 @pytest.mark.parametrize("name", ["step-00000001.safetensors", "weights.pt"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, engine, tmp_path):
     path = tmp_path / "checkpoints" / name

@@ -136,6 +136,9 @@ WRONG = {
     "nowhere: No such file or directory: name a valid checkpoint, or the --output-dir of a run": lambda tmp, out: (
         export.main([str(tmp / "nowhere"), "--to", str(out)])
     ),
+    "would be among the checkpoints of a run: give a file elsewhere": lambda tmp, out: (
+        program(tmp) and export.main([str(tmp), "--to", str(tmp / "checkpoints/weights.safetensors")])
+    ),
     "it has no valid checkpoint": lambda tmp, out: export.main([str(tmp), "--to", str(out)]),
     "torch.export cannot follow the model": lambda tmp, out: program(tmp, out, lambda net: Branching(), EXAMPLE),
     "a program needs an example": lambda tmp, out: program(tmp, out),

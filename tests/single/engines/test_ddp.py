@@ -96,6 +96,18 @@ def test_an_interface_that_is_not_there_is_said_to_be_the_cause(monkeypatch):
         start_engine("ddp", device="cpu")
 
 
+def test_a_group_that_the_program_has_started_is_refused(monkeypatch):
+    """Its port was "already in use", with forty lines of torch's."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            UserError, match="^the program has called dist.init_process_group: leave it out, training.start"
+        ):
+            start_engine("ddp", device="cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_port_whose_program_never_answers_is_not_waited_for_without_a_limit(monkeypatch):
     """torch has no time limit for the first answer: the rank hung."""
     monkeypatch.setattr(ddp, "MEETING_SECONDS", 0.5)

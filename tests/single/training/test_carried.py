@@ -443,7 +443,7 @@ KEPT = {
 }  # fmt: skip
 
 
-def trained(tmp_path, net, before="", head="", each="", tail="", batch=""):
+def trained(tmp_path, net, before="", head="", each="", tail="", batch="", momentum=0.0):
     parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
     source = SOURCE
     for name, (text, columns) in parts.items():
@@ -451,7 +451,7 @@ def trained(tmp_path, net, before="", head="", each="", tail="", batch=""):
     program = globals() | {}
     exec(compile(source, __file__, "exec"), program)
     with training.start(flags_for("--checkpoint-steps", "2", "--output-dir", str(tmp_path), epochs=3)) as run:
-        program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01), (X, Y))
+        program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01, momentum), (X, Y))
 
 
 GATHERED = {
@@ -497,6 +497,11 @@ COPIES = {  # after run.prepare, at the head of an epoch; whether it is said of 
     "registered": ("reference = copy.deepcopy(net)\nrun.register(reference=reference)", "print(reference(X))", False),
     "set anew": ("reference = copy.deepcopy(net)", "reference.load_state_dict(net.state_dict())", False),
     "another module": ("reference = nn.Linear(3, 1)", "print(reference(X).mean())", False),
+    "the state of an optimizer": (
+        "reference = copy.deepcopy(run.prepared().optimizers[0].state_dict())",
+        "print(len(reference))",
+        True,
+    ),
     "the model": ("reference = [model, net, *net.parameters()]", "print(len(reference))", False),
 }
 
@@ -506,9 +511,9 @@ def test_a_copy_of_weights_that_were_restored_is_said(case, tmp_path, capsys):
     """The reference of a penalty was another one in a resumed run, exit code 0."""
     before, head, told = COPIES[case]
     for stop in ("step.number == 7 and run.stop()", ""):
-        assert "has the restored weights" not in capsys.readouterr().out
-        trained(tmp_path, nn.Linear(3, 1), before, head, stop)
-    assert ("warning: reference of main() has the restored weights, and not those" in capsys.readouterr().out) == told
+        assert "has what was restored" not in capsys.readouterr().out
+        trained(tmp_path, nn.Linear(3, 1), before, head, stop, momentum=0.9)
+    assert ("warning: reference of main() has what was restored, and not what" in capsys.readouterr().out) == told
 
 
 def test_what_an_epoch_gathers_is_said_when_only_its_end_is_left(tmp_path, capsys):
@@ -631,3 +636,18 @@ def test_what_a_method_of_a_model_sets_anew_in_its_layers_is_left_alone(when, to
     trained(tmp_path, Whole(Warm()), "", f"{when}net.set_scale(epoch)")
     lines = [line for line in capsys.readouterr().out.splitlines() if "of a model has changed" in line]
     assert [line.split()[1] for line in lines] == ["0.scale"] * told
+
+
+class Rotary(Whole):
+    """Keeps the longest table so far, as in public implementations of Llama."""
+
+    max_seq_len_cached = 0
+
+    def forward(self, x):
+        self.max_seq_len_cached = max(self.max_seq_len_cached, len(x) + random.randrange(99))
+        return super().forward(x)
+
+
+def test_the_length_of_a_cached_table_is_no_state(tmp_path, capsys):
+    trained(tmp_path, Rotary(nn.Linear(3, 1)))
+    assert "has changed" not in capsys.readouterr().out

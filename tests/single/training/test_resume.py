@@ -15,6 +15,7 @@ import torch
 from hvdtrain import export, imagenet, mnist, training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
+from hvdtrain.checkpoint.resume import differences
 from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
@@ -63,6 +64,19 @@ def test_without_a_number_of_steps_checkpoints_are_saved_by_time(tmp_path, monke
     assert saved["--checkpoint-steps 0"] <= {8, 16}
     assert len(saved[""]) > 3
     assert results(tmp_path / "out0") == results(tmp_path / "out20")
+
+
+def test_another_order_of_files_is_told_as_that():
+    facts = {
+        "initial": Initial(1, 8, 1)._asdict(),
+        "config": {},
+        "typed": {},
+        "data": {"dataset": "book", "sha256": "a"},
+    }
+    (one,) = [
+        one for one in differences(facts, flags_for(), {}, {"dataset": "book", "sha256": "b"}, 1) if "SHA" in one.name
+    ]
+    assert one == ("the content of the data, or the order of its files, as SHA-256", "a", "b")
 
 
 OTHER_FLAGS = {

@@ -1,0 +1,89 @@
+"""Whether a value only decides what a program prints, such as a warning that comes once, or an estimate by the clock.
+
+What is printed itself, such as the best value so far, would be another one in a resumed run.
+
+Unlike uses.py, this reads the program's source, which has its branches as they were written.
+"""
+
+import ast
+import functools
+import linecache
+from types import CodeType
+
+SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
+SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
+CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
+CLOCKS = frozenset({"time", "perf_counter", "monotonic", "now"})
+
+
+@functools.cache
+def tree_of(file: str) -> ast.Module | None:
+    """Return the syntax tree of a file of a program; None if it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def only_decides_prints(code: CodeType, name: str) -> bool:
+    """Return whether all uses of a variable or an attribute of this name are such, in the file of this code."""
+    tree = tree_of(code.co_filename)
+    if tree is None or not any(is_use(node, name) for node in ast.walk(tree)):
+        return False
+    # The file may be another one by now, or have been made up.
+    functions = set[tuple[str, int]]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):  # which begins with its decorators
+            functions |= {(node.name, line) for line in (node.lineno, *(one.lineno for one in node.decorator_list))}
+    if code.co_name != "<module>" and (code.co_name, code.co_firstlineno) not in functions:
+        return False
+    return all(is_harmless(statement, name) for statement in tree.body)
+
+
+def is_use(node: ast.AST, name: str) -> bool:
+    """Return whether a node reads a variable or an attribute of this name."""
+    own = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+    return own == name and isinstance(getattr(node, "ctx", None), ast.Load)
+
+
+def uses(node: ast.AST, name: str) -> bool:
+    return any(is_use(inner, name) for inner in ast.walk(node))
+
+
+def called(node: ast.AST) -> str:
+    """Return the last part of the name of what an expression calls; empty if it is no call."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def is_harmless(node: ast.AST, name: str) -> bool:
+    """Return whether a statement does no more with the name than to change it, and to decide by it what it prints."""
+    if not uses(node, name):
+        return True
+    if isinstance(node, ast.FunctionDef) and any(called(one) in CLOCKS for one in ast.walk(node)):
+        return True  # what follows from the clock is no part of a training
+    if isinstance(node, ast.If) and uses(node.test, name):
+        return all(only_says(one, name) for one in (*node.body, *node.orelse))
+    blocks = [part for field in ("body", "orelse", "finalbody", "handlers") for part in getattr(node, field, [])]
+    if blocks and not isinstance(node, ast.IfExp | ast.Lambda):
+        heads = [one for one in ast.iter_child_nodes(node) if one not in blocks]
+        return not any(uses(one, name) for one in heads) and all(is_harmless(one, name) for one in blocks)
+    return only_says(node, name)
+
+
+def only_says(node: ast.AST, name: str) -> bool:
+    """Return whether a statement says something else, or changes the name's value alone."""
+    if isinstance(node, ast.Pass):
+        return True
+    if isinstance(node, ast.If):
+        return all(only_says(one, name) for one in (*node.body, *node.orelse))
+    if isinstance(node, ast.Expr):
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and is_use(call.func.value, name):
+            return call.func.attr in CHANGING
+        return called(call) in SAYING and not uses(call, name)
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return all(getattr(one, "id", getattr(one, "attr", None)) == name for one in targets)
+    return False
