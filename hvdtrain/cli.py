@@ -124,6 +124,10 @@ class Parser(OneLineParser):
             refuse_beside_virtual_ranks(flags)
         if given.get("mirror") and given["evaluate"] is not None:
             raise UserError("--mirror is for training: leave it out with --evaluate", everywhere=True)
+        if given.get("weights") and given["evaluate"] is not None:
+            raise UserError(
+                "--weights is for training: --evaluate has the weights of its run: leave it out", everywhere=True
+            )
         if is_url(given.get("resume")) and given["output_dir"] is None:
             raise UserError("--resume URL needs --output-dir, to continue the run there", everywhere=True)
         for name in ("checkpoint_steps", "mirror", "profile", "tensorboard", "track"):

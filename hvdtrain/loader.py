@@ -67,7 +67,6 @@ class ExactLoader:
         self._ends: Ends = ends or ("drop" if dataloader.drop_last else "weight")
         self._draws = drawn(None, dataloader, seed) if has_own_sampler(dataloader) else None
         self.dataset: Any = dataloader.dataset
-        self.batch_size: Any = dataloader.batch_size
         self.drop_last = self._ends == "drop"  #: as of a DataLoader: loops look at it
         self.weight = 1.0  #: of the current batch
         self._global_batch: int | None = None  # samples of a step over all ranks, in the run that saved the state
@@ -80,6 +79,16 @@ class ExactLoader:
         self._taken: int  # samples of this epoch in the batches that the loop was given, over all ranks
         self._is_left: bool  # the loop was given batches, and has not come to the end of the epoch
         self._go_to(0, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a program asks of the DataLoader, such as its number of workers."""
+        if name in (*OPTIONS, "collate_fn", "worker_init_fn"):
+            return getattr(self._given, name)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    @property
+    def batch_size(self) -> Any:
+        return self._given.batch_size
 
     @property
     def sampler(self) -> "ExactLoader":

@@ -24,6 +24,7 @@ PLACES = {
     "within": "within the step after step {number}",
     "evaluation": "in an evaluation after step {number}",
     "file": "while a file is written after step {number}",
+    "between": "between two changes of files after step {number}",
 }
 HOW = {
     "one": "SIGKILL of rank {rank}",
@@ -73,12 +74,18 @@ def draw(number: int, options: Namespace, whole: Whole) -> dict[str, Any]:
     earliest = min(max(written[0] + 1 if written else whole.run.steps // 5, options.from_step), last)
     evaluations = sorted(after for after in trace.evaluations if after >= earliest)
     places = ["step", "within", *["evaluation"] * bool(evaluations), *["file"] * bool(written)]
+    # A save of several files, each of them complete, may be half of one and half of another.
+    several = [at for at in written if at >= earliest and trace.steps[at]["changes"] > 1]
+    places += ["between"] * bool(several)
     kinds = [how for how in options.signals.split(",") if how != "all" or options.np > 1] or ["one"]
     kill: dict[str, Any] = {"place": places[(number - 1) % len(places)], "number": draws.randint(earliest, last)}
     kill |= {"how": kinds[(number - 1 + (number - 1) // len(places)) % len(kinds)], "rank": draws.randrange(options.np)}
     if kill["place"] == "evaluation":
         kill["number"] = draws.choice(evaluations)
         kill["call"] = draws.randrange(len(trace.evaluations[kill["number"]]))
+    if kill["place"] == "between":
+        at = draws.choice(several)
+        kill |= {"number": max(1, at), "rank": 0, "how": "one", "change": draws.randint(2, trace.steps[at]["changes"])}
     if kill["place"] == "file":  # whichever rank writes it ends in the middle of it
         at = draws.choice([at for at in written if at >= earliest] or written[-1:])
         kill |= {"number": max(1, at), "rank": None, "how": "torn", "bytes": max(1, files[at][2] // 2)}

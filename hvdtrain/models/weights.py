@@ -21,7 +21,11 @@ from hvdtrain.engines.modules import is_extra
 MOST_HEADER_BYTES = 2**26
 MOST_TENSORS = 100_000
 # By how they begin. As the length of a header, these would be larger than any.
-OTHER_FORMATS = {b"PK\x03\x04": "a file of torch.save, or another zip", b"\x1f\x8b": "compressed by gzip", b'{"': "JSON"}
+OTHER_FORMATS = {
+    b"PK\x03\x04": "a file of torch.save, or another zip",
+    b"\x1f\x8b": "compressed by gzip",
+    b'{"': "JSON",
+}
 STRING_OR_OBJECT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\{', re.DOTALL)
 
 

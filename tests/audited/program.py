@@ -56,9 +56,14 @@ def save(state):
     target = f"{CHECKPOINT}.{random.getrandbits(32)}.tmp" if FAULT == "files" else f"{CHECKPOINT}.tmp"
     if FAULT == "torn":
         target = CHECKPOINT
+    done = state.pop("done") if FAULT == "two" else None  # a position in a file of its own: each of them is complete
     torch.save(state, target)
     if target != CHECKPOINT:
         os.replace(target, CHECKPOINT)
+    if done is not None:
+        with open(f"{OUT}/done.tmp", "w") as file:
+            file.write(str(done))
+        os.replace(f"{OUT}/done.tmp", f"{OUT}/done")
     if FAULT == "older" and not os.path.exists(f"{OUT}/first.pt"):
         os.link(CHECKPOINT, f"{OUT}/first.pt")
 
@@ -90,6 +95,9 @@ def main():
     if FAULT == "traceback" and saved:
         raise ValueError("a checkpoint that this program can't read")
     if saved:
+        if FAULT == "two":
+            with open(f"{OUT}/done") as file:
+                saved["done"] = int(file.read())
         if FAULT == "weights":
             saved["model"]["4.bias"] += 1e-6
         if FAULT == "buffers":

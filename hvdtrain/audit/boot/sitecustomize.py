@@ -266,6 +266,10 @@ class Recorder:
         self.modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.scaler: Any = None
         self.limit = 0  # of a file, in bytes
+        self.changed: list[str] = []  # files under {out} that were opened for writing or renamed since the last step
+        self.last_change = 0  # the number of the change before which the process is to end; 0: of none
+        if ORDER["whole"] or (ORDER["kill"] or {}).get("place") == "between":
+            sys.addaudithook(self.changes)
 
     def write(self, kind: str, **line: Any) -> None:
         if self.pid != os.getpid():
@@ -302,6 +306,20 @@ class Recorder:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
                 self.limit = kill["bytes"]
                 limit_file_size(self.limit)
+            elif (place, kill["place"]) == ("step", "between"):
+                self.last_change = kill["change"]
+
+    def changes(self, event: str, arguments: Any) -> None:
+        """Note a change of a file under {out}, by Python's audit events, and end the process before the one that is asked
+        for. torch.save opens its file without such an event."""
+        if event not in ("open", "os.rename"):
+            return
+        path, flags = (arguments[0], arguments[2]) if event == "open" else (arguments[1], os.O_WRONLY)
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+        if writes and isinstance(path, str | os.PathLike) and str(os.fspath(path)).startswith(ORDER["out"] + os.sep):
+            self.changed.append(str(os.fspath(path)))
+            if len(self.changed) == self.last_change:
+                end_process("one")
 
     def reads(self) -> bool:
         """Not in other threads, and not where a CUDA graph records the call."""
@@ -353,9 +371,9 @@ class Recorder:
             buffers=digest(*map(raw, persistent_buffers(self.modules.values()))), random=self.random or generators(),
             contents=array.array("I", [row[0] for row in self.rows]).tobytes().hex(), indices=[row[1] for row in self.rows],
             loss=[repr(float(loss)) for loss in self.losses], scale=scale,
-            file=self.files.newest(optimizer) if rank() == 0 else [],
+            file=self.files.newest(optimizer) if rank() == 0 else [], changes=len(self.changed),
         )  # fmt: skip
-        self.rows, self.losses, self.random = [], [], None
+        self.rows, self.losses, self.random, self.changed = [], [], None, []
         self.steps, self.calls = self.steps + 1, 0
         yield "step"
 

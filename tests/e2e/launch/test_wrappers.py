@@ -360,7 +360,7 @@ SITE_SCRIPTS = {  # by name: the file, what is edited, variables; the beginning 
 def test_a_sites_script_prints_its_command(case, tmp_path):
     """Only lines that are marked EDIT are edited."""
     name, edits, variables, expected = SITE_SCRIPTS[case]
-    (tmp_path / "nodes").write_text("x3004c0s7b0n0\n" * 2 + "x3004c0s7b1n0\n" * 2)
+    (tmp_path / "nodes").write_text("x3004c0s7b0n0\n\nx3004c0s7b1n0\r\n" * 2)  # in turn
     (tmp_path / "bin").mkdir()
     program(
         tmp_path / "bin" / "flux", 'case $* in *--count*) echo 2 ;; "hostlist --nth=0 local") echo tuolumne7 ;; esac'

@@ -36,6 +36,7 @@ THROUGHOUT = {
     "none": ("file", "one", set(), ""),
     "torn": ("file", "one", {"resumes", "exit codes"}, "it ends with 1: "),
     "files": ("file", "one", {"left behind"}, "1 temporary files, such as checkpoint.pt."),
+    "two": ("between", "one", {"samples", "number of steps", *LATER}, "of 288, 0 lost, 24 repeated, from step 19 on"),
     "term": ("step", "term", {"exit codes"}, "0 after SIGTERM, with "),
     "older": ("step", "one", {"work repeated"}, "13 steps, although checkpoint.pt was written before step 13"),
 }
@@ -82,7 +83,8 @@ def test_told_apart(fault, audited):
 @pytest.mark.parametrize("fault", THROUGHOUT)
 def test_told_apart_by_a_kill_of_its_own(fault, audited):
     place, how, expected, said = THROUGHOUT[fault]
-    kill = {"place": place, "number": 17 if place == "file" else 16, "rank": 0 if place == "step" else None, "how": how}
+    number = {"step": 16, "file": 17, "between": 18}[place]
+    kill = {"place": place, "number": number, "rank": None if place == "file" else 0, "how": how, "change": 2}
     kill["bytes"] = audited.whole.run.ranks[0].steps[-1]["file"][2] // 2
     name = f"{fault}-{place}"
     killed = audited.run(f"{name}-killed", fault, kill=kill)

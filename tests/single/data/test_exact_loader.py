@@ -386,6 +386,16 @@ def test_importing_it_imports_torch_and_nothing_else():
     assert done.stdout == "hvdtrain False False\n"
 
 
+def test_it_has_what_programs_ask_of_a_dataloader():
+    given = DataLoader(torch.arange(9.0), 2, collate_fn=torch.stack, pin_memory=False)
+    loader = exact_loader(given)
+    assert (loader.batch_size, loader.num_workers, loader.collate_fn) == (2, 0, torch.stack)
+    with pytest.raises(AttributeError, match="ExactLoader has no batch_sampler"):  # whose batches are not these
+        loader.batch_sampler
+    with pytest.raises(AttributeError):
+        loader.batch_size = 3
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_it_has_the_drop_last_of_its_dataloader(given):
     assert exact_loader(DataLoader(torch.arange(9.0), 2, drop_last=given)).drop_last is given
