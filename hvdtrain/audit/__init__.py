@@ -47,7 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("-np", type=count, default=1, metavar="N", help="ranks")
     add("--launcher", choices=("none", "torchrun", "mpirun", "horovodrun"), help=launched)
-    add("--kills", type=count, default=4, metavar="K", help="how many runs are killed and resumed")
+    add("--kills", type=count, default=5, metavar="K", help="how many runs are killed and resumed")
     add("--seed", type=int, default=1, help="of the places and signals that are drawn")
     add("--only-kill", type=count, metavar="N", help="perform the kill of this number alone")
     add("--from-step", type=count, default=1, metavar="STEP", help="no kill before it, nor before a checkpoint")

@@ -123,7 +123,7 @@ REFUSED = {
         "--text HERE/cut": "not UTF-8 (unexpected end of data)",
         "--text HERE/pipe": "pipe: a pipe or a device, not a file: name a file that can be read",  # it is read twice
         "--text HERE/images": "images: a directory: name the files in it, --text HERE/images/*.txt",
-        "--text HERE/book --compile": "--compile on a CPU needs a C++ compiler, and CXX=no-such-compiler is not there: correct CXX, or leave it out",
+        "--text HERE/book --compile": "and CXX=no-such-compiler is not there: correct CXX, or leave it out",
         "--sample x": "--sample needs a checkpoint: name it with --resume PATH, or its run with --output-dir",
         "--sample x --resume HERE/nowhere": "name a valid checkpoint",
         "--sample x --output-dir HERE": "it has no valid checkpoint",

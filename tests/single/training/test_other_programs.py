@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Trained, X, Y, killed
+from tests.single.training.small import Killed, Trained, X, Y, killed
 
 
 def trained(directory, make, optimizer_of, *argv, **how):
@@ -264,3 +264,16 @@ def test_another_name_of_the_program_is_called_so(tmp_path):
                     for (x,) in step.batches():
                         step.backward(net(x).square().mean())
                     step.update()
+
+
+def scripted():
+    return torch.jit.script(nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)))
+
+
+def test_a_scripted_model_is_resumed_to_the_bit(tmp_path):
+    """It was optimized after some calls of a process, so that the last bits of losses were others."""
+    whole = Trained("--checkpoint-steps", "1", out=tmp_path / "whole", net=scripted, epochs=6)
+    with pytest.raises(Killed):
+        Trained("--checkpoint-steps", "1", out=tmp_path / "apart", net=scripted, epochs=6, kill=13)
+    apart = Trained(out=tmp_path / "apart", net=scripted, epochs=6)
+    assert torch.equal(whole.weights(), apart.weights())
