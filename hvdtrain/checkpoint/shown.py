@@ -13,7 +13,7 @@ from types import CodeType
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
 CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
-CLOCKS = frozenset({"time", "perf_counter", "monotonic", "now"})
+CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def is_harmless(node: ast.AST, name: str) -> bool:
     """Return whether a statement does no more with the name than to change it, and to decide by it what it prints."""
     if not uses(node, name):
         return True
-    if isinstance(node, ast.FunctionDef) and any(called(one) in CLOCKS for one in ast.walk(node)):
+    if isinstance(node, ast.FunctionDef) and any(called(one) in CLOCK_CALLS for one in ast.walk(node)):
         return True  # what follows from the clock is no part of a training
     if isinstance(node, ast.If) and uses(node.test, name):
         return all(only_says(one, name) for one in (*node.body, *node.orelse))

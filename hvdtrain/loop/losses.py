@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hvdtrain.loop.step import Step
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
-FACTORS = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
-SUMS = ("AddBackward0", "SubBackward0", *FACTORS)
+FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
+SUM_NODES = ("AddBackward0", "SubBackward0", *FACTOR_NODES)
 MOST_NODES = 50
 MEAN, SUM = 1, 2  # of `reduction`, as torch saves it
 # In the names that programs give the number of micro-batches, that of ranks, and losses.
@@ -66,7 +66,7 @@ def require_unscaled(loss: Tensor) -> None:
         raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
 
 
-def nodes_of(loss: Tensor, passed: tuple[str, ...]) -> Iterator[Any]:
+def nodes_of_loss(loss: Tensor, passed: tuple[str, ...]) -> Iterator[Any]:
     """Yield the nodes of the graph from which a loss is computed by nodes of these kinds alone."""
     waiting, seen = [loss.grad_fn], 0
     while waiting and seen < MOST_NODES:
@@ -88,7 +88,7 @@ def factor_of(node: Any) -> float:
 
 def scaled_by(loss: Tensor, number: int) -> str:
     """Return in words whether a loss was multiplied or divided by a number; empty if not."""
-    for factor in map(factor_of, nodes_of(loss, FACTORS)):
+    for factor in map(factor_of, nodes_of_loss(loss, FACTOR_NODES)):
         if math.isclose(factor, number, rel_tol=1e-6) or math.isclose(factor * number, 1, rel_tol=1e-6):
             return "times" if factor > 1 else "divided by"
     return ""
@@ -108,7 +108,7 @@ def has_factors(pattern: re.Pattern[str]) -> bool:
 
 def items_of(loss: Tensor, samples: int) -> str:
     """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are."""
-    for node in nodes_of(loss, SUMS):
+    for node in nodes_of_loss(loss, SUM_NODES):
         if type(node).__name__.startswith("NllLoss") and node._saved_reduction == MEAN:
             if node._saved_weight is not None:
                 return "weights of classes"
