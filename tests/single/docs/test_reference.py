@@ -110,7 +110,7 @@ NO_VARIABLES |= {
     "LOAD_ATTR",
     "LOAD_METHOD",
 }
-NO_VARIABLES |= {"STORE_SLICE", "STORE_SUBSCR", "CONTAINS_OP"}
+NO_VARIABLES |= {"STORE_SLICE", "STORE_SUBSCR", "CONTAINS_OP", "BINARY_OP"}
 
 
 def variables_of_the_source() -> set[str]:
