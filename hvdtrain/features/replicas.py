@@ -15,7 +15,8 @@ from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
 
 LATE = (
-    "start again from a checkpoint; check that host's memory, and that the program changes weights on every rank alike"
+    "start again from a checkpoint; check that host's memory, and that the program changes weights on every rank alike, "
+    "as by random numbers of torch.Generator().manual_seed(NUMBER)"
 )
 ALIKE_REMEDY = (
     "change weights on every rank alike: in forward, by load_state_dict(), and by random numbers in gradients or in the "
@@ -24,12 +25,12 @@ ALIKE_REMEDY = (
 
 
 def compare(
-    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, check_steps: int,
+    engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, before: int,
     remedy: str = LATE,
 ) -> None:  # fmt: skip
     """Raise Failure on every rank if the parameters are not bitwise equal on all ranks of `engine`. A collective.
 
-    name_of: returns the name of a rank. check_steps: steps between two comparisons; 0: there are none.
+    name_of: returns the name of a rank. before: the step of the last comparison.
     """
     named = named_parameters(models) if engine.size > 1 else []
     if not named:
@@ -49,8 +50,7 @@ def compare(
     if votes * 2 <= len(rows):
         differ = f"{who} differs from the other ranks"
         message = f"the weights differ between ranks, and no majority says which are right ({differ})"
-    since = f"between steps {max(0, step - check_steps)} and {step}" if check_steps else "by now"
-    message += f": first in {names[first]}, {since}: {remedy}"
+    message += f": first in {names[first]}, between steps {before} and {step}: {remedy}"
     raise Failure(message, everywhere=engine.of_all_ranks)
 
 
@@ -65,7 +65,7 @@ class Replicas(Feature):
 
     def prepare(self, run: Run) -> None:
         self._state, self._models, self._averaging = run.state, run.prepared().models, run.prepared().engine
-        self._features = run.features
+        self._features, self._began = run.features, run.state.step
 
     def before_step(self, step: Step) -> None:
         if self._state.step:
@@ -85,5 +85,6 @@ class Replicas(Feature):
         does nothing: a checkpoint and --check-steps may both ask for it."""
         step, remedy = self._state.step, ALIKE_REMEDY if self._compared_at is None else LATE
         if self._compared_at != (step, among.size):
+            before, _ = self._compared_at or (self._began, 0)
             self._compared_at = step, among.size
-            compare(among, self._models, self._name_of, step, self.check_steps, remedy)
+            compare(among, self._models, self._name_of, step, before, remedy)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from hvdtrain.checkpoint.uses import codes_of_program, frame_of_program, is_quotient_or_product, lines_of
 from hvdtrain.engines.errors import UserError
 
 # Of `Run`: when, and the line with its remedy. Capitals stand for values.
@@ -69,6 +70,16 @@ def refusal(when: str, *, everywhere: bool = False, **values: object) -> UserErr
     for name, value in values.items():
         text = text.replace(name, str(value))
     return UserError(text, everywhere=everywhere)
+
+
+def by_the_rank() -> str:
+    """Return a warning if the program multiplies by its rank, as to find its rows in those of all; else an empty text."""
+    for code in codes_of_program(frame_of_program()):
+        for line in filter(is_quotient_or_product, lines_of(code)):
+            if any(one.argval == "rank" and one.argrepr == "rank" for one in line):
+                message = "run.gather() got unequal numbers of rows, and the program multiplies by its rank"
+                return f"warning: {message}: the rows of a rank begin at step.batch.first"
+    return ""
 
 
 class Outputs:

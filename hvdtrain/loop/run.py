@@ -29,7 +29,7 @@ from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evaluation_modes
 from hvdtrain.loop.means import Means
-from hvdtrain.loop.mistakes import beside_steps, refusal
+from hvdtrain.loop.mistakes import beside_steps, by_the_rank, refusal
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
@@ -159,7 +159,10 @@ class Run(RunTools):
 
         self._require_running("run.gather()")
         step = self._shared.step if self._shared is not None else None
-        return gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
+        gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
+        if step is not None and len(gathered) != self.size * len(rows) and (line := by_the_rank()):
+            self.output.say_once(line)
+        return gathered
 
     # ---- the loop over epochs
 
