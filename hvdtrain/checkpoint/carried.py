@@ -33,6 +33,7 @@ from hvdtrain.checkpoint.uses import (
     is_computed_with,
     looks_for_keys,
     of_batches,
+    only_sets,
     reads,
     stores,
     words_from,
@@ -45,6 +46,7 @@ CLOCKS = (time.time, time.perf_counter, time.monotonic)
 SHOWN, MOST_LINES = 3, 3  # names in a line
 OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # in the names of files
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
+HOOKING = re.compile(r"register_\w*hook$")
 NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
@@ -349,6 +351,9 @@ class Carried:
         here = owner is None or self._is_here(owner)
         if here and only_decides_prints(self._code, attribute if owner is not None else variable):
             return False
+        of_function = isinstance(owner, FunctionType)
+        if (owner is None or of_function) and self._is_set_by_hooks(attribute if of_function else variable):
+            return False
         if name.startswith(THE_GLOBAL):
             if variable in (modules := self._own_modules()):
                 inner = re.split(r"[.\[]", name.removeprefix(THE_GLOBAL))[1]
@@ -360,6 +365,18 @@ class Carried:
             return True
         emptied = owner is None or not self._is_own(type(owner))
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
+
+    def _is_set_by_hooks(self, variable: str) -> bool:
+        """Return whether hooks of an optimizer or a layer set a collection, each time anew, and a step reads it only after its
+        micro-batches."""
+        code, start = self._loops[-1]
+        if first_uses(code, start, variable, of=VARIABLES, calls=("batches",)) != {"STORE"}:
+            return False
+        functions = [one.__code__ for one in self._globals.values() if isinstance(one, FunctionType)]
+        inner = [one for one in self._code.co_consts if isinstance(one, CodeType)]
+        having = [one for one in (*functions, *inner) if variable in one.co_names + one.co_freevars]
+        hooked = any(HOOKING.match(name) for name in self._code.co_names)
+        return hooked and bool(having) and all(one is self._code or only_sets(one, variable) for one in having)
 
     def _is_used_in(self, module: Mapping[str, Any], variable: str) -> bool:
         """Return whether a function of a module may use its variable before it sets it."""

@@ -130,6 +130,16 @@ def looks_for_keys(code: CodeType, name: str) -> bool:
 
 
 @functools.cache
+def only_sets(code: CodeType, name: str) -> bool:
+    """Return whether all uses of a collection in this code set what is in it: `NAME[key] = value`, NAME.update(...)."""
+    lines = list(dis.get_instructions(code))
+    places = [place for place, one in enumerate(lines) if one.argval == name]
+    methods = [lines[place + 1].argval in ("update", "__setitem__") for place in places]
+    adds = any(one.opname in ("BINARY_SUBSCR", "BINARY_OP", "BINARY_SLICE") for one in lines)
+    return bool(places) and (all(methods) or (not adds and any(one.opname == "STORE_SUBSCR" for one in lines)))
+
+
+@functools.cache
 def reads(code: CodeType, attribute: str) -> bool:
     """Return whether this code, or a function in it, reads an attribute of this name, also by getattr."""
     loads = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_ATTR", "LOAD_METHOD")]

@@ -225,7 +225,10 @@ class DdpEngine(Engine):
         except (RuntimeError, ValueError, OSError) as error:
             first = str(error).splitlines()[0]
             names = ["GLOO_SOCKET_IFNAME"] * ("Unable to find address for" in first) or ["MASTER_ADDR", "MASTER_PORT"]
-            raise UserError(f"the ranks did not meet: {first}: check {', '.join(names)} and the network") from error
+            remedy = f"check {', '.join(names)} and the network"
+            if "open files" in first:
+                remedy = "let a process open more files (ulimit -n)"
+            raise UserError(f"the ranks did not meet: {first}: {remedy}") from error
         hosts = self.all_gather_object(socket.gethostname(), "hosts")
         self.local_rank = Counter(hosts[:rank])[hosts[rank]]
         self.local_size = Counter(hosts)[hosts[rank]]

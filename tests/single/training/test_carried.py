@@ -388,6 +388,11 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
+    "hooks": (
+        "norms, first = {}, {}\noptimizer.register_step_post_hook(lambda *_: norms.update(w=float(net.weight.norm())))\n"
+        "net.register_full_backward_hook(lambda m, i, o: first.__setitem__(0, float(o[0].norm())))",
+        "", "print(sum(norms.values()) + sum(first.values()))", "",
+    ),
     "reset": ("total = 0.0\nparts = []", "total = 0.0", "total += value\nparts.append(value)", "parts.clear()"),
     "last": ("last = 0.0", "", "last = value", "print(last)"),
     "rate": ("rate = 1.0", "rate = 1 / (1 + epoch)", "step.lr = rate", ""),
