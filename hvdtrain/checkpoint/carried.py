@@ -367,8 +367,8 @@ class Carried:
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
 
     def _is_set_by_hooks(self, variable: str) -> bool:
-        """Return whether hooks of an optimizer or a layer set a collection, each time anew, and a step reads it only after its
-        micro-batches."""
+        """Return whether hooks of an optimizer or a layer set a collection, each time anew, and a step reads it after its
+        micro-batches alone."""
         code, start = self._loops[-1]
         if first_uses(code, start, variable, of=VARIABLES, calls=("batches",)) != {"STORE"}:
             return False
