@@ -25,17 +25,24 @@ def tree_of(file: str) -> ast.Module | None:
         return None
 
 
+def node_of(code: CodeType, tree: ast.Module) -> ast.AST | None:
+    """Return the function, or the module, of this code in its file; None if the file has become another one, or has none."""
+    if code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+            continue
+        if code.co_firstlineno in (node.lineno, *(one.lineno for one in node.decorator_list)):
+            return node
+    return None
+
+
 def only_decides_prints(code: CodeType, name: str) -> bool:
     """Return whether all uses of a variable or an attribute of this name are such, in the file of this code."""
     tree = tree_of(code.co_filename)
     if tree is None or not any(is_use(node, name) for node in ast.walk(tree)):
         return False
-    # The file may be another one by now, or have been made up.
-    functions = set[tuple[str, int]]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):  # which begins with its decorators
-            functions |= {(node.name, line) for line in (node.lineno, *(one.lineno for one in node.decorator_list))}
-    if code.co_name != "<module>" and (code.co_name, code.co_firstlineno) not in functions:
+    if node_of(code, tree) is None:
         return False
     return all(is_harmless(statement, name) for statement in tree.body)
 

@@ -3,6 +3,7 @@
 The graph of the loss is read, which torch keeps for the backward pass, and the program's code for what a factor stands for.
 """
 
+import ast
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.uses import codes_of_program, frame_of_program, is_quotient_or_product, lines_of
+from hvdtrain.checkpoint.shown import called, node_of, tree_of
+from hvdtrain.checkpoint.uses import frame_of_program
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 
@@ -20,12 +22,13 @@ if TYPE_CHECKING:
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
-SUM_NODES = ("AddBackward0", "SubBackward0", *FACTOR_NODES)
+ADDING_NODES = ("AddBackward0", "SubBackward0", "ToCopyBackward0")
+SUM_NODES = (*ADDING_NODES, *FACTOR_NODES)
 MOST_NODES = 50
 MEAN, SUM = 1, 2  # of `reduction`, as torch saves it
-# In the names that programs give the number of micro-batches, that of ranks, and losses.
-PASSES, RANKS = re.compile("accum"), re.compile("world_size|num_replicas|^size$")
-LOSSES = re.compile("loss|backward|criterion|entropy|objective", re.IGNORECASE)
+# Names that programs give the number of micro-batches, not a loss that is accumulated; and that of ranks.
+PASSES = re.compile(r"^(?!.*loss).*accum")
+RANKS = re.compile(r"world_size|num_replicas|^(run|hvd|engine)\.size$")
 
 
 def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Callable[[str], object] | None) -> None:
@@ -38,7 +41,7 @@ def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Call
     require_unscaled(loss)
     passes = step.micro_batches // len(engine.own)
     for number, pattern, what in ((passes, PASSES, "micro-batches of a step"), (engine.size, RANKS, "ranks")):
-        if number > 1 and (how := scaled_by(loss, number)) and has_factors(pattern):
+        if number > 1 and (how := scaled_by(loss, number)) and has_factor(pattern):
             message = f"step.backward() got a loss {how} {number}, the number of {what}"
             raise UserError(f"{message}: leave that out, gradients are means over all samples of the step")
     if say is None or count is not None or passes * engine.size == 1:
@@ -94,16 +97,56 @@ def scaled_by(loss: Tensor, number: int) -> str:
     return ""
 
 
-def has_factors(pattern: re.Pattern[str]) -> bool:
-    """Return whether the program multiplies or divides a loss by something of such a name. The number alone may be another
-    one: half the sum of two losses is no loss divided by two micro-batches."""
-    for code in codes_of_program(frame_of_program()):
-        for line in filter(is_quotient_or_product, lines_of(code)):
-            # As it is shown, `size` is an attribute; a method, x.size(0), has more.
-            names = [one.argrepr for one in line if isinstance(one.argval, str | tuple)]
-            if any(map(pattern.search, names)) and any(map(LOSSES.search, names)):
+def has_factor(pattern: re.Pattern[str]) -> bool:
+    """Return whether the loss that the program gives to `step.backward` is written as a product or a quotient with what has
+    such a name. The number alone may mean another thing: half the sum of two losses is not divided by two micro-batches."""
+    code = frame_of_program().f_code
+    tree = tree_of(code.co_filename)
+    function = None if tree is None else node_of(code, tree)
+    if tree is None or function is None:
+        return False
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    waiting = [(one.args[0], function) for one in ast.walk(function) if called(one) == "backward" and one.args]  # type: ignore[attr-defined] # a call
+    seen = set[ast.AST]()
+    while waiting:
+        expression, within = waiting.pop()
+        if expression in seen:
+            continue
+        seen.add(expression)
+        if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Mult | ast.Div):
+            sides = [expression.right, *[expression.left] * isinstance(expression.op, ast.Mult)]
+            if any(is_number(side, pattern) for side in sides):
                 return True
+            waiting += [(side, within) for side in (expression.left, expression.right)]
+        elif isinstance(expression, ast.Name):
+            waiting += [(value, within) for value in values_of(expression.id, within)]
+        elif (of := functions.get(called(expression))) is not None:
+            waiting += [(one.value, of) for one in ast.walk(of) if isinstance(one, ast.Return) and one.value]
     return False
+
+
+def values_of(name: str, function: ast.AST) -> Iterator[ast.expr]:
+    """Yield what a function assigns to a variable; of `name /= value`, the quotient."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
+            yield node.value
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+            yield ast.BinOp(node.target, node.op, node.value)
+
+
+def is_number(expression: ast.expr, pattern: re.Pattern[str]) -> bool:
+    """Return whether an expression is a number of such a name, or one divided by it."""
+    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Div):
+        return is_number(expression.right, pattern)
+    if isinstance(expression, ast.Call):
+        inner = expression.args[:1] if called(expression) in ("float", "int") else [expression.func]
+        return any(is_number(one, pattern) for one in inner)
+    return isinstance(expression, ast.Name | ast.Attribute) and bool(pattern.search(ast.unparse(expression)))
+
+
+def is_masked_sum(node: Any) -> bool:
+    """Return whether a node is a sum of products, as of (losses * mask).sum()."""
+    return type(node).__name__ == "SumBackward0" and type(node.next_functions[0][0]).__name__ == "MulBackward0"
 
 
 def items_of(loss: Tensor, samples: int) -> str:
@@ -115,9 +158,10 @@ def items_of(loss: Tensor, samples: int) -> str:
             counted, labels = float(node._saved_total_weight), node._saved_target.numel()
             if counted != labels:
                 return f"{counted:g} of {labels} labels, without those of ignore_index"
-        # A sum by hand, such as (losses * mask).sum() / mask.sum(). An outer quotient is of a mean.
-        if type(node).__name__ == "DivBackward0" and type(node.next_functions[0][0]).__name__ == "SumBackward0":
+    for node in nodes_of_loss(loss, ADDING_NODES):
+        if type(node).__name__ == "DivBackward0" and is_masked_sum(node.next_functions[0][0]):
             items = 1 / factor_of(node)
-            if items > 1 and items == round(items) and round(items) % max(samples, 1):
+            # A number of Python is float64 or int64: some other factor.
+            if node._saved_other.dtype != torch.float64 and items == round(items) and round(items) % max(samples, 1):
                 return f"{items:g} items, of {samples} samples"
     return ""

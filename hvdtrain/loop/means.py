@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,26 +21,34 @@ STILL_SUMS = frozenset(
     {"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy", "add", "add_", "sub", "__rsub__"}
 ) | {"clamp", "clamp_min", "maximum"}
 SUMS = frozenset({"sum", "nansum", "count_nonzero"})
-DIVISORS = {"div": 1, "true_divide": 1, "__rdiv__": 0}  # which argument of a quotient divides
-# Names of metrics that no sum over batches gives, whatever library has computed them.
-OF_ALL_SAMPLES = re.compile(
-    r"(^|_)(f1|fbeta|precision|recall|auc|auroc|map|mcc|kappa|bleu|wer|rmse|ppl|perplexity)(_|$)"
-)
-# Of a mean in Python: its perplexity, its root, a percentage, the PSNR of pixels up to 1 and up to 255.
+PRODUCTS = frozenset({"mul", "mul_", "__imul__"})
+ADDING = frozenset({"add", "add_", "__iadd__", "__radd__"})
+DIVISORS = {
+    "div": 1,
+    "div_": 1,
+    "__itruediv__": 1,
+    "true_divide": 1,
+    "__rdiv__": 0,
+}  # which argument of a quotient divides
+# Names of metrics of many samples, whatever library has computed them. Such values of each sample may be summed up.
+OF_MANY = re.compile(r"(^|_)(f1|fbeta|precision|recall|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)")
+PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
 MOST_EXPONENT = 700.0  # of which exp is a number of float64
 OF_MEANS: Sequence[Callable[[float], float]] = (
-    math.exp, math.sqrt, lambda mean: 100 * mean, lambda mean: -10 * math.log10(mean),
+    lambda mean: 100 * mean, math.exp, math.sqrt, lambda mean: -10 * math.log10(mean),
     lambda mean: 10 * math.log10(255**2 / mean),
 )  # fmt: skip
 
 
 class Derived(NamedTuple):
     """A scalar that is computed from means over a batch, or from quotients of its sums. value: kept, so that no other
-    object gets its id. adds_up: whether it is a sum over this number of samples all the same."""
+    object gets its id. adds_up: whether it is a sum over this number of samples all the same. terms: of how many it is the
+    sum, which may be those of single samples."""
 
     value: object
     is_quotient: bool
     adds_up: Callable[[int], bool]
+    terms: int = 1
 
 
 class Means(TorchFunctionMode):
@@ -50,8 +58,10 @@ class Means(TorchFunctionMode):
     Up to the first `run.record`, and not in a program that has used torch.compile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object], known: Collection[str]):
+        """say: called with a warning. known: names of values that were recorded before, in another evaluation."""
         super().__init__()
+        self.say, self.known = say, known
         self._derived: dict[int, Derived] = {}  # by id
         self._sums: dict[int, object] = {}
         self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
@@ -95,32 +105,36 @@ class Means(TorchFunctionMode):
             self._derived[id(result)] = Derived(result, True, lambda samples: False)
         elif of_sums and type(divisor) is int:
             self._derived[id(result)] = Derived(result, False, lambda samples: samples != divisor)
-        elif before is not None and name == "mul":
+        elif before is not None and name in PRODUCTS:
             number = next((one for one in args if type(one) in (int, float)), None)
-            if number is not None:  # a mean times the number of samples, or of their values
+            if number is not None and not before.is_quotient:  # a mean times the number of samples, or of their values
                 adds_up = before.adds_up
-                multiplied = Derived(
-                    result, before.is_quotient, lambda samples: number % samples == 0 or adds_up(samples)
-                )
+                multiplied = Derived(result, False, lambda samples: number % samples == 0 or adds_up(samples))
                 self._derived[id(result)] = multiplied
+            elif number is None:  # a tensor, such as the number of tokens
+                self._derived.pop(id(result), None)
+            else:
+                self._derived[id(result)] = before._replace(value=result)
         elif before is not None:
-            self._derived[id(result)] = before._replace(value=result)
-        elif of_sums and name in STILL_SUMS | {"mul"}:
+            terms = sum(self._derived[id(one)].terms for one in args if id(one) in self._derived)
+            self._derived[id(result)] = before._replace(value=result, terms=terms if name in ADDING else 1)
+        elif of_sums and name in STILL_SUMS | PRODUCTS:
             self._sums[id(result)] = result
 
     def of(self, value: object, samples: int) -> Derived | None:
         """Return what `value` follows from, unless it is a sum over this number of samples."""
         known = self._derived.get(id(value))
         if known is None and isinstance(value, float):
-            known = next((one for one in self._derived.values() if is_function_of(one.value, value)), None)
-        return None if known is None or known.adds_up(samples) else known
+            known = next((one for one in self._derived.values() if is_function_of(one.value, value, samples)), None)
+        return None if known is None or known.terms == samples or known.adds_up(samples) else known
 
 
-def is_function_of(mean: object, value: float) -> bool:
+def is_function_of(mean: object, value: float, samples: int) -> bool:
     """Return whether a number is one of OF_MEANS, as Python's own functions compute it."""
     if not isinstance(mean, float) or not 0 < mean < MOST_EXPONENT:
         return False
-    return any(math.isclose(function(mean), value, rel_tol=1e-9) for function in OF_MEANS)
+    functions = OF_MEANS if 100 % samples else OF_MEANS[1:]  # a hundred times the mean may be a sum
+    return any(math.isclose(function(mean), value, rel_tol=1e-9) for function in functions)
 
 
 def is_share(value: object, samples: int) -> bool:
@@ -143,11 +157,16 @@ def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
 
 def require_sum(means: Means, name: str, value: Any, samples: int, count: object, *, first: bool) -> None:
     """Raise UserError if a number that the program gives for several samples is no sum over them."""
-    fraction = isinstance(value, float | Tensor) and first and float(value) % 1 > 0
+    first = first and name not in means.known
     derived = means.of(value, samples)
-    if (derived and derived.is_quotient) or (count is None and fraction and OF_ALL_SAMPLES.search(name.lower())):
+    number = float(value) if first and count is None and isinstance(value, float | Tensor) else 0.0
+    # A perplexity is 1 or more, and so is that of each sample.
+    if (derived and derived.is_quotient) or (1 < number < samples and PERPLEXITY.search(name.lower())):
         remedy = "give the sums, with count=; F1 and such need all samples: run.gather() after the loop, then record it"
         raise UserError(f"run.record({name}=...) got a quotient of this batch, and batches do not add up: {remedy}")
-    if derived or (count is None and is_share(value, samples)):
+    if derived or (first and count is None and is_share(value, samples)):
         remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
         raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
+    if 0 < number < 1 and OF_MANY.search(name.lower()):
+        remedy = "if it is that of the batch, run.gather() what it is computed from, and record it after the loop"
+        means.say(f"warning: run.record({name}={number:.4g}) is taken for a sum over {samples} samples: {remedy}")

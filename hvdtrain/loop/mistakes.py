@@ -1,6 +1,7 @@
 """What an author may do wrong with a run and in a step, and what to do instead."""
 
 import gc
+import re
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ REFUSALS = {
 }
 
 
+ROWS = re.compile("arange|label|target|offset")  # in a line that finds the rows of this rank in those of all
 BESIDE_STEPS: dict[type, str] = {
     enumerate: "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number",
     zip: "zip(run.steps(...), OTHER) begins OTHER again in an epoch that is resumed: give both data sets to run.steps",
@@ -76,7 +78,8 @@ def by_the_rank() -> str:
     """Return a warning if the program multiplies by its rank, as to find its rows in those of all; else an empty text."""
     for code in codes_of_program(frame_of_program()):
         for line in filter(is_quotient_or_product, lines_of(code)):
-            if any(one.argval == "rank" and one.argrepr == "rank" for one in line):
+            words = [str(one.argval) for one in line]
+            if "rank" in words and any(map(ROWS.search, words)):
                 message = "run.gather() got unequal numbers of rows, and the program multiplies by its rank"
                 return f"warning: {message}: the rows of a rank begin at step.batch.first"
     return ""

@@ -402,7 +402,8 @@ class Run(RunTools):
             # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.
             modules = averaged if prepared.weights_of_all is None else {}
             self.buffers.share((self.state.epoch, self.state.step, self.in_steps), modules)
-        seeds, means = (self.flags.seed, "evaluate", self.state.step), Means()
+        means = Means(self.output.say_once, self.metrics_logger.evaluated_names)
+        seeds = self.flags.seed, "evaluate", self.state.step
         self._evaluation = evaluation = Evaluation(self.engine, data, self.data.evaluated, self._go_on, means, seeds)
         try:
             during = self.engine.activity.during("evaluation")

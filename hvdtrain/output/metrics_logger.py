@@ -49,6 +49,7 @@ class MetricsLogger:
         self.unwritten = False  # whether there is an evaluation that is not recorded yet
         self._amended: dict[str, float] = {}  # by the script, to the last evaluation
         self.recorded: set[str] = set()  # names of all evaluations, and of logged steps
+        self.evaluated_names: set[str] = set()
         # Of this epoch, the names of values by prefix, in order; None: which one decides has been looked at.
         self._evaluations: dict[str, set[str]] | None = {}
 
@@ -115,6 +116,7 @@ class MetricsLogger:
         """Store an evaluation. `amend` may add values before it is recorded."""
         self._state.evaluation, self._state.prefix = means, prefix
         self.recorded |= set(means)
+        self.evaluated_names |= set(means)
         self.unwritten = True
         if self._evaluations is not None:
             self._evaluations.pop(prefix, None)

@@ -457,8 +457,8 @@ def test_rows_of_unequal_numbers_are_not_found_by_the_rank(engine, unequal, caps
             for step in run.steps(X[: (N - (engine.size == 2)) if unequal else 4 * engine.size]):
                 for (rows,) in step.batches():
                     every = run.gather(model(rows))
-                    first = len(rows) * run.rank
-                    step.backward((every[min(first, len(every) - 1)] - model(rows)).square().mean())
+                    labels = len(rows) * run.rank
+                    step.backward((every[min(labels, len(every) - 1)] - model(rows)).square().mean())
                 step.update()
     said = capsys.readouterr().out.count("the rows of a rank begin at step.batch.first")
     assert said == (engine.rank == 0 and engine.size > 1 and unequal)

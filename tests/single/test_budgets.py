@@ -78,7 +78,8 @@ BUDGETS = {
     "hvdtrain/training": 20,
     "launch": 4810,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
-    "tests/audited": 390,  # with a save of two files, with the server of the peers' libraries, and what starts an audit for tests/e2e
+    # With a save of two files.
+    "tests/audited": 390,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
     "tests/bench": 1680,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1640,
     "tests/device": 660,
@@ -87,7 +88,8 @@ BUDGETS = {
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
     "tests/horovod_calls": 550,
-    "tests/parallel": 3315,  # with rows by the rank, a model in another, many ranks, --virtual-ranks, optimizers that share out their state
+    # With rows by the rank.
+    "tests/parallel": 3315,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
@@ -97,7 +99,8 @@ BUDGETS = {
     # And what is said of each part, and what is left alone: test_carried.py.
     # And what the eleventh series of attempts found.
     # And the twelfth.
-    "tests/single": 25080,  # with test_losses.py, test_shown.py, and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    # And test_losses.py, test_shown.py.
+    "tests/single": 25080,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -180,6 +180,21 @@ def test_a_checkpoint_of_the_best_that_is_damaged_is_said_and_the_next_one_taken
     assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 15
 
 
+@pytest.mark.parametrize(("value", "told"), [(0.123, True), (1.23, False)])
+def test_the_f1_of_a_batch_may_be_meant(value, told, capsys):
+    with training.start(flags_for(epochs=2)) as run:
+        model, _ = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+            with run.evaluating(N):
+                run.record(val_f1=value)
+    line = f"warning: run.record(val_f1={value}) is taken for a sum over {N} samples: if it is that of the batch, run.g"
+    assert capsys.readouterr().out.count(line) == told
+
+
 DECIDES = {  # the evaluations of an epoch, with the names that they record; what is said after the first one
     "the test set": (
         {"val": "loss", "test": "loss"},

@@ -28,6 +28,12 @@ NOT_SAID = {
     ),
     "a sum by that of its values": ("model(x).sum() / model(x).numel()", "LABELS"),
     # Whose factor is that of two micro-batches, and means something else.
+    "the mean over heads of means": (
+        "(parts := torch.stack([model(x).mean(), model(x).square().mean(), model(x).abs().mean()])).sum() / len(parts)",
+        "LABELS",
+    ),
+    "a sum by its dimensions and samples": ("((model(x) - 1) ** 2).sum() / 10 / len(x)", "LABELS"),
+    "a sum by a number of its own": ("(model(x).abs().mean(1) * 2.0).sum() / (len(x) * 0.625)", "LABELS"),
     "half of two losses": ("(model(x).mean() + F.cross_entropy(model(x), y.clamp(0))) / 2", "LABELS"),
 }
 
@@ -44,8 +50,11 @@ def test_a_mean_over_other_items_than_samples_needs_their_number(case, capsys):
 @pytest.mark.parametrize("case", NOT_SAID)
 def test_a_mean_over_all_values_does_not(case, capsys):
     loss, labels = NOT_SAID[case]
-    rate = "; micro_batch_rate = lambda flags: flags.lr / flags.accumulate" if case == "half of two losses" else ""
-    run(FORM | dict(loss=loss, data=f"X, {labels}", before=BEFORE + rate))
+    # Factors of such names stand elsewhere: of a sum that is shown, of samples.
+    beside = (
+        "loss_accum = loss.detach() * len(x); print(f'{loss.item()} {8 * flags.accumulate}'); lr = 2 / flags.accumulate"
+    )
+    run(FORM | dict(loss=loss, data=f"X, {labels}", in_batches=beside))
     assert "warning: the loss" not in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 Those that need several ranks are in tests/parallel/test_mistakes.py.
 """
 
+import linecache
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdtrain import training
+from hvdtrain.checkpoint.shown import tree_of
 from hvdtrain.engines.errors import Failure, UserError
 from tests.e2e.launchers import summary
 from tests.single.training.small import X, Y, flags_for, network
@@ -240,8 +242,9 @@ MISTAKES = {
         r"^run.record\(psnr=...\) got a mean"),
     "the perplexity of a batch, of Python": (
         dict(after="with run.evaluating(len(X)): run.record(perplexity=1.234)"), r"^run.record\(perplexity=...\) got a quotient"),
-    "the F1 of a batch, by another library": (
-        dict(after="with run.evaluating(len(X)): run.record(val_F1=1.234)"), r"^run.record\(val_F1=...\) got a quotient of this batch"),
+    "the F1 of a batch times its samples": (
+        dict(after="with run.evaluating(len(X)): run.record(score=2 * (Y > 0).sum() / (len(Y) + (Y > 0).sum()) * len(X))"),
+        r"^run.record\(score=...\) got a quotient of this batch"),
     "the mean loss of a part": (
         dict(after="with run.evaluating(len(X)) as mine: run.record(loss=F.mse_loss(model(X[mine]), Y[mine]), count=2)"), r"^run.record\(loss=...\) got a mean"),
     "the accuracy of another library": (
@@ -383,7 +386,15 @@ def run(changed, *argv):
     """Run the program with other words in its blanks, and return its names."""
     names = dict(F=F, nn=nn, DataLoader=DataLoader, training=training, SimpleNamespace=SimpleNamespace)
     scope = globals() | names | dict(flags=flags_for(*argv))
-    exec(PROGRAM.format(**FORM | changed), scope)
+    source = PROGRAM.format(**FORM | changed)
+    linecache.cache["<program>"] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        "<program>",
+    )  # as of a notebook
+    tree_of.cache_clear()
+    exec(compile(source, "<program>", "exec"), scope)
     return scope
 
 
@@ -437,6 +448,21 @@ RIGHT = {  # what looks like a mistake, and is right
     "zero_grad after the update": dict(after_update="optimizer.zero_grad(set_to_none=True)"),
     "the mean times its number": dict(
         after="with run.evaluating(len(X)): run.record(loss=F.mse_loss(model(X), Y) * len(X))"
+    ),
+    "the mean times the number of samples in place": dict(
+        after="with run.evaluating(len(X)): l = F.mse_loss(model(X), Y); l *= X.size(0); run.record(loss=l)"
+    ),
+    "a hundred samples": dict(after="with run.evaluating(100): run.record(loss=F.mse_loss(model(X), Y).item() * 100)"),
+    "the sum of those of single samples": dict(
+        after="with run.evaluating(len(X)): run.record(psnr=sum(-10 * F.mse_loss(p, t).log10() for p, t in zip(model(X), Y)))"
+    ),
+    "the sum of those of single samples in place": dict(
+        after="l = 0\n        with run.evaluating(len(X)):\n            for p, t in zip(model(X), Y): l += F.mse_loss(p, t)\n"
+        "            run.record(loss=l)"
+    ),
+    "a perplexity of each sample": dict(after="with run.evaluating(len(X)): run.record(perplexity=12.3 * len(X))"),
+    "a share in a later evaluation": dict(
+        after="with run.evaluating(len(X)): run.record(wrong=float(step.number < 6) or 0.25)"
     ),
     "the mean times the number of values": dict(
         after="with run.evaluating(len(X)): run.record(loss=F.mse_loss(model(X), Y) * (3 * len(X)), right=(Y > 0).float().mean() * Y.sum())"
