@@ -1,24 +1,21 @@
 """Registered schedulers of torch must be made for the run's length, and be stepped as often as they are made for."""
 
 import contextlib
-import itertools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
 
-from hvdtrain.checkpoint.uses import codes_of_program, frame_of_program, is_quotient_or_product, lines_of
+from hvdtrain.checkpoint.uses import frame_of_program
 from hvdtrain.engines.errors import UserError
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.optim import is_scheduled, length_of
+from hvdtrain.loop.own_counts import steps_of_one_process, sum_of_one_rank
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
 
 MOST_TRIED = 10_000  # steps
-DIVIDED = re.compile("^size$|world|accum|ranks|total_steps|print")  # in a line that knows of ranks, or shows
 
 
 class ScheduleRules(Feature):
@@ -35,8 +32,10 @@ class ScheduleRules(Feature):
         many = run.size * run.flags.accumulate  # as many micro-batches of one process are a step
         lines = require_length(registered, steps, epochs, {run.size, run.flags.accumulate, many}) if steps else []
         if not lines and many > 1 and steps and epochs:
-            lines = lengths_of_one_process(run.data.given[0], steps // epochs)
-        for line in lines:
+            lines = [steps_of_one_process(frame_of_program(), run.data.given[0], steps // epochs)]
+        if run.size > 1:
+            lines = [*lines, sum_of_one_rank(frame_of_program(), run.data.given[0])]
+        for line in filter(None, lines):
             run.say(f"warning: {line}")
         self._before = positions(registered, steps) if steps != epochs else {}
 
@@ -56,30 +55,15 @@ def length_of_lambdas(scheduler: object, steps: int, epochs: int, factors: Colle
         return None
     with contextlib.suppress(Exception):  # any: the functions are the author's
         for factor in scheduler.lr_lambdas:
-            if abs(factor(steps)) > 1e-6:
-                for many in sorted(factors):  # an epoch may end in a smaller step
-                    for end in range(max(steps, many * max(0, steps - epochs)) + 1, many * steps + 1):
-                        if abs(factor(end)) < 1e-9:
-                            return end
+            # A cosine of epochs is 0 at their number, and again at odd multiples.
+            if abs(factor(steps)) < 1e-6 or abs(factor(epochs)) < 1e-9:
+                continue
+            for many in sorted(factors):  # an epoch may end in a smaller step
+                for end in range(max(steps, many * max(0, steps - epochs)) + 1, many * steps + 1):
+                    if abs(factor(end)) < 1e-9:
+                        restarts = any(abs(factor(step)) < 1e-9 for step in range(1, min(end, MOST_TRIED)))
+                        return None if restarts else end
     return None
-
-
-def lengths_of_one_process(loader: object, steps: int) -> list[str]:
-    """Return a warning if the program computes with the length of the loader that it trains on, `step / len(loader)`: an
-    epoch of this run has fewer steps. steps: in an epoch."""
-    if not isinstance(loader, DataLoader) or len(loader) == steps:
-        return []
-    frame = frame_of_program()
-    names = {name for held in (frame.f_globals, frame.f_locals) for name, value in held.items() if value is loader}
-    for line in [line for code in codes_of_program(frame) for line in lines_of(code)]:
-        words = [one.argval for one in line if isinstance(one.argval, str)]
-        known = any(DIVIDED.search(word) for word in words)
-        for one, following in itertools.pairwise(one for one in line if one.opname.startswith(("LOAD", "CALL"))):
-            read = one.argval in names and following.opname.startswith("CALL") and "len" in words
-            if read and not known and is_quotient_or_product(line):
-                message = f"len({one.argval}) is {len(loader)}, the steps of one process, and an epoch has {steps}"
-                return [f"{message}: compute with run.total_steps({one.argval}, 1), or with run.progress"]
-    return []
 
 
 def require_length(

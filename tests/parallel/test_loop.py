@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.checkpoint.saving import Checkpoints
@@ -462,3 +462,33 @@ def test_rows_of_unequal_numbers_are_not_found_by_the_rank(engine, unequal, caps
                 step.update()
     said = capsys.readouterr().out.count("the rows of a rank begin at step.batch.first")
     assert said == (engine.rank == 0 and engine.size > 1 and unequal)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_mean_loss_of_ones_own_is_that_of_one_rank(engine, known, capsys):
+    with a_run(engine, epochs=1) as run:
+        net, train = nn.Linear(3, 1), DataLoader(TensorDataset(X), 4)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        (own_mean if not known else mean_of_all)(run, model, train)
+    line = "warning: running / len(train.dataset) has the samples of this rank alone: step.record() and step.loss are of all"
+    assert capsys.readouterr().out.count(line) == (engine.rank == 0 and engine.size > 1 and not known)
+
+
+def own_mean(run, model, train):
+    for _ in run.epochs(1):
+        running = 0.0
+        for step in run.steps(train):
+            for (rows,) in step.batches():
+                step.backward(loss := model(rows).square().mean())
+                running += loss.item() * len(rows)
+            step.update()
+        run.say(f"{running / len(train.dataset):.3f}")
+
+
+def mean_of_all(run, model, train):
+    for _ in run.epochs(1):
+        for step in run.steps(train):
+            for (rows,) in step.batches():
+                step.backward(model(rows).square().mean())
+            step.update()
+            run.say(f"{step.loss:.3f} {step.number / len(train):.1f}")

@@ -103,6 +103,8 @@ LAMBDAS = {  # of 48 steps in 4 epochs on two ranks: the length of one process, 
     "of this run": (lambda step: max(0.0, 1 - step / 48), None),
     "without an end": (lambda step: 0.9**step, None),
     "a rise": (lambda step: min(1.0, step / 90), None),
+    "a cosine of the epochs": (lambda step: 0.5 * (1 + math.cos(math.pi * step / 4)), None),
+    "a triangle that restarts": (lambda step: abs(step % 14 / 7 - 1) if step % 14 != 7 else 0.0, None),
     "an error": (lambda step: [1.0] * 48 + [0.0][step], None),
 }
 
@@ -125,6 +127,10 @@ OWN_SCHEDULES = {
     "its length in a function": ("set_rate(step)", True),
     "divided by what makes it shorter": ("step.lr = 0.1 * (1 - step.number / (len(train) // flags.accumulate))", False),
     "shown": ("print(f'{step.number / len(train):.2f}')", False),
+    "of samples": ("samples = len(train) * train.batch_size", False),
+    "with a variable that knows of ranks": ("k = flags.accumulate; rate = 0.1 / (len(train) / k)", False),
+    "said": ("run.say(f'{step.number / len(train):.2f}')", False),
+    "of a parameter of that name": ("mean_of(other)", False),
     "of another loader": ("step.lr = 0.1 * (1 - step.number / (20 * len(other)))", False),
     "of its data": ("step.lr = 0.1 * (1 - step.number / (2 * len(train.dataset)))", False),
 }
@@ -134,6 +140,8 @@ OWN_SCHEDULES = {
 def test_the_length_of_a_loader_is_that_of_one_process(case, capsys):
     line, said = OWN_SCHEDULES[case]
     before = "flags.accumulate = 2; train, other = DataLoader(DATA, 8), DataLoader(DATA, 8)"
+    if line == "mean_of(other)":
+        before += "\ndef mean_of(train): return 1 / len(train)"
     if line == "set_rate(step)":
         before += "\ndef set_rate(step): step.lr = 0.1 * (1 - step.number / (2 * len(train)))"
     run(dict(before=before, data="train", at_step=line))

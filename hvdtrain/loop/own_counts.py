@@ -1,0 +1,105 @@
+"""What a program computes by itself with the length of its loader or its data set, as for one process.
+
+Its source is read: where it multiplies or divides by `len(loader)`, and knows nothing of ranks there.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from hvdtrain.checkpoint.shown import SAYING, called, node_of, tree_of
+
+# In what makes a length that of all ranks, or of samples; and in a speed.
+OF_ALL = re.compile("size|world|accum|ranks|replicas|batch|total_steps|time|second|clock|per_step")
+
+
+def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]:
+    """Yield the functions of the program's file in which names stand for this object, with these names."""
+    tree = tree_of(frame.f_code.co_filename)
+    own = None if tree is None else node_of(frame.f_code, tree)
+    if tree is None or own is None:
+        return
+    local = {name for name, value in frame.f_locals.items() if value is what}
+    outer = {name for name, value in frame.f_globals.items() if value is what}
+    if names := local | outer:
+        yield own, names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node is not own:
+            arguments = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+            stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+            within = local if any(node is one for one in ast.walk(own)) else set[str]()
+            if names := (outer | within) - arguments - stored:
+                yield node, names
+
+
+def inside(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, without those of functions in it."""
+    waiting = list(ast.iter_child_nodes(function))
+    while waiting:
+        yield (node := waiting.pop(0))
+        waiting += [] if isinstance(node, ast.FunctionDef | ast.ClassDef) else ast.iter_child_nodes(node)
+
+
+def statements_of(function: ast.AST) -> Iterator[list[ast.AST]]:
+    """Yield what each statement computes, without the statements in it."""
+    for node in inside(function):
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.stmt | ast.ExceptHandler)]
+
+
+def identifiers(node: ast.AST) -> set[str]:
+    return {getattr(one, "id", getattr(one, "attr", "")) for one in ast.walk(node)} - {""}
+
+
+def is_length(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a node is `len(NAME)`."""
+    return isinstance(node, ast.Call) and called(node) == "len" and ast.unparse(node.args[0]) in names
+
+
+def steps_of_one_process(frame: FrameType, loader: object, steps: int) -> str:
+    """Return a warning if the program computes with the length of the loader that it trains on, as `step / len(loader)`, and
+    an epoch of this run has fewer steps; else an empty text. steps: in an epoch."""
+    if not isinstance(loader, DataLoader) or len(loader) == steps:
+        return ""
+    for function, names in scopes_of(frame, loader):
+        divided = {  # variables that know of ranks
+            target.id
+            for one in inside(function) if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp | ast.Attribute)
+            for target in one.targets
+            if isinstance(target, ast.Name) and any(map(OF_ALL.search, identifiers(one.value)))
+        }  # fmt: skip
+        for parts in statements_of(function):
+            words = set[str]().union(*map(identifiers, parts))
+            if words & divided or any(map(OF_ALL.search, words)) or any(called(one) in SAYING for one in parts):
+                continue
+            for factor in (one for part in parts for one in ast.walk(part) if isinstance(one, ast.BinOp)):
+                sides = [one for side in (factor.left, factor.right) for one in ast.walk(side) if is_length(one, names)]
+                if sides and isinstance(factor.op, ast.Mult | ast.Div):
+                    name = ast.unparse(sides[0])
+                    message = f"{name} is {len(loader)}, the steps of one process, and an epoch has {steps}"
+                    return f"{message}: compute with run.total_steps({name[4:-1]}, 1), or with run.progress"
+    return ""
+
+
+def sum_of_one_rank(frame: FrameType, loader: object) -> str:
+    """Return a warning if the program adds up values of its steps, and divides by the length of the loader or of its data
+    set, as for the mean loss of an epoch; else an empty text. Where there are several ranks, it has a part of them."""
+    if not isinstance(loader, DataLoader):
+        return ""
+    for function, names in scopes_of(frame, loader):
+        adding = [one for one in inside(function) if isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Add)]
+        sums = {ast.unparse(one.target) for one in adding}
+        lengths = names | {f"{name}.dataset" for name in names}
+        lengths |= {name for name, value in frame.f_locals.items() if value is loader.dataset}
+        for one in inside(function):
+            if not isinstance(one, ast.BinOp) or not isinstance(one.op, ast.Div) or not is_length(one.right, lengths):
+                continue
+            parts = {ast.unparse(part) for part in ast.walk(one.left) if isinstance(part, ast.expr)}
+            if found := sorted(sums & parts):
+                message = f"{found[0]} / {ast.unparse(one.right)} has the samples of this rank alone"
+                return f"{message}: step.record() and step.loss are of all ranks"
+    return ""
