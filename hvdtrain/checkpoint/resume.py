@@ -202,6 +202,7 @@ class Resume:
         self.lock: Lock | None = None
         self._asked: Facts = {}  # the flags as they were given: `auto` is still `auto`
         self._warnings: list[str] = []
+        self.arithmetic: dict[str, str] = {}  # of this run, when it starts
         self._content: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until training begins
         if engine.rank == 0:
             try:
@@ -412,6 +413,7 @@ class Resume:
         """Print and record the step from which the run is resumed."""
         for warning in self._warnings:
             self.output.event("error", kind="checkpoint", message=warning)
+        self.arithmetic = arithmetic_of(self.engine.device)  # at the start: a program may change the threads
         if self.facts is None:
             return
         if self._flags.evaluate is not None:
@@ -428,7 +430,7 @@ class Resume:
         before, engine = self.facts["engine"], self.engine
         if before != engine.name and max(self.facts["world_size"], engine.size) > 1 and not engine.takes_turns:
             self.output.say(f"--engine {engine.name} instead of {before}: sums over ranks may be rounded differently")
-        arithmetic = arithmetic_of(engine.device) if self.facts["world_size"] == engine.size else {}
+        arithmetic = self.arithmetic if self.facts["world_size"] == engine.size else {}
         for name, there in self.facts.get("arithmetic", {}).items():
             if (here := arithmetic.get(name, there)) != there:
                 self.output.say(f"{name} {here} instead of {there}: results may be rounded differently")

@@ -38,7 +38,6 @@ from hvdtrain.checkpoint.resume import Resume
 from hvdtrain.checkpoint.resumed_epoch import ResumedEpoch
 from hvdtrain.checkpoint.writer import CheckpointInterval, Writer
 from hvdtrain.engines import files, lines
-from hvdtrain.engines.accelerators import arithmetic_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
@@ -298,7 +297,7 @@ class Checkpoints:
             "initial": self.resume.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
-            "arithmetic": arithmetic_of(self.engine.device),
+            "arithmetic": self.resume.arithmetic,
             "config": self.resume.config,
             "typed": self.resume.typed,
             "data": self.resume.data,

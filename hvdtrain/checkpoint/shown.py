@@ -68,15 +68,27 @@ def is_harmless(node: ast.AST, name: str) -> bool:
     """Return whether a statement does no more with the name than to change it, and to decide by it what it prints."""
     if not uses(node, name):
         return True
-    if isinstance(node, ast.FunctionDef) and any(called(one) in CLOCK_CALLS for one in ast.walk(node)):
-        return True  # what follows from the clock is no part of a training
+    if isinstance(node, ast.FunctionDef) and is_text_by_the_clock(node):
+        return True
     if isinstance(node, ast.If) and uses(node.test, name):
         return all(only_says(one, name) for one in (*node.body, *node.orelse))
     blocks = [part for field in ("body", "orelse", "finalbody", "handlers") for part in getattr(node, field, [])]
     if blocks and not isinstance(node, ast.IfExp | ast.Lambda):
         heads = [one for one in ast.iter_child_nodes(node) if one not in blocks]
         return not any(uses(one, name) for one in heads) and all(is_harmless(one, name) for one in blocks)
-    return only_says(node, name)
+    # What follows from the clock is no part of a training.
+    return only_says(node, name) or any(called(one) in CLOCK_CALLS for one in ast.walk(node))
+
+
+def is_text_by_the_clock(function: ast.FunctionDef) -> bool:
+    """Return whether a function only returns a text that it makes with the clock, such as the time that is left."""
+    nodes = list(ast.walk(function))
+    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+    stored = [
+        node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store) and not isinstance(node, ast.Name)
+    ]
+    texts = bool(returned) and all(isinstance(value, ast.JoinedStr) for value in returned)
+    return texts and not stored and any(called(one) in CLOCK_CALLS for one in nodes)
 
 
 def only_says(node: ast.AST, name: str) -> bool:

@@ -26,11 +26,11 @@ ALIKE_REMEDY = (
 
 def compare(
     engine: Engine, models: Sequence[nn.Module], name_of: Callable[[int], str], step: int, before: int,
-    remedy: str = LATE,
+    remedy: str = LATE, rates: Sequence[float] = (),
 ) -> None:  # fmt: skip
     """Raise Failure on every rank if the parameters are not bitwise equal on all ranks of `engine`. A collective.
 
-    name_of: returns the name of a rank. before: the step of the last comparison.
+    name_of: returns the name of a rank. before: the step of the last comparison. rates: learning rates of this rank.
     """
     named = named_parameters(models) if engine.size > 1 else []
     if not named:
@@ -50,8 +50,21 @@ def compare(
     if votes * 2 <= len(rows):
         differ = f"{who} differs from the other ranks"
         message = f"the weights differ between ranks, and no majority says which are right ({differ})"
-    message += f": first in {names[first]}, between steps {before} and {step}: {remedy}"
+    message += (
+        f": first in {names[first]}, between steps {before} and {step}: {remedy_of_rates(engine, rates) or remedy}"
+    )
     raise Failure(message, everywhere=engine.of_all_ranks)
+
+
+def remedy_of_rates(engine: Engine, rates: Sequence[float]) -> str:
+    """Return what to do if ranks have other learning rates; empty if they do not. A collective."""
+    first, *others = engine.all_gather_object(list(rates), "guard.rates")
+    for rank, theirs in enumerate(others, start=1):
+        for one, other in zip(first, theirs, strict=False):
+            if one != other:
+                cause = f"the learning rate is {one:g} on rank 0 and {other:g} on rank {rank}"
+                return f"{cause}: give a scheduler the same values on every rank, as run.evaluation and step.loss have them"
+    return ""
 
 
 class Replicas(Feature):
@@ -65,7 +78,7 @@ class Replicas(Feature):
 
     def prepare(self, run: Run) -> None:
         self._state, self._models, self._averaging = run.state, run.prepared().models, run.prepared().engine
-        self._features, self._began = run.features, run.state.step
+        self._features, self._began, self._optimizers = run.features, run.state.step, run.prepared().optimizers
 
     def before_step(self, step: Step) -> None:
         if self._state.step:
@@ -87,4 +100,5 @@ class Replicas(Feature):
         if self._compared_at != (step, among.size):
             before, _ = self._compared_at or (self._began, 0)
             self._compared_at = step, among.size
-            compare(among, self._models, self._name_of, step, before, remedy)
+            rates = [float(group.get("lr", 0.0)) for one in self._optimizers for group in one.param_groups]
+            compare(among, self._models, self._name_of, step, before, remedy, rates)

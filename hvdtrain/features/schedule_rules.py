@@ -38,10 +38,12 @@ class ScheduleRules(Feature):
         for line in filter(None, lines):
             run.say(f"warning: {line}")
         self._before = positions(registered, steps) if steps != epochs else {}
+        self._others = positions(registered, None)
 
     def after_step(self, step: Step) -> None:
         if not step.left_out:
             require_stepped(self._run.checkpoints.registered, self._before)
+            require_stepped_once(self._run.checkpoints.registered, self._others)
         self._run.features.drop(self)
 
 
@@ -88,9 +90,11 @@ def require_length(
     return warnings
 
 
-def positions(registered: Mapping[str, Any], steps: int) -> dict[str, int]:
-    """Return how often each scheduler was stepped of those that are made for `steps` steps."""
-    return {name: int(what.last_epoch) for name, what in registered.items() if length_of(what) == steps}
+def positions(registered: Mapping[str, Any], steps: int | None) -> dict[str, int]:
+    """Return how often each scheduler was stepped of those that are made for `steps` steps; None: of those that have no
+    length."""
+    schedulers = {name: what for name, what in registered.items() if isinstance(what, lr_scheduler.LRScheduler)}
+    return {name: int(what.last_epoch) for name, what in schedulers.items() if length_of(what) == steps}
 
 
 def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
@@ -104,6 +108,17 @@ def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) ->
             message = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
             remedy = f"call {name}.step() once, after step.update()"
             raise UserError(f"{message}, and was stepped {times} times in one of them: {remedy}")
+
+
+def require_stepped_once(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
+    """Raise UserError after a step if a scheduler without a length was stepped several times in it, as in each micro-batch.
+
+    before: its `positions` before the step.
+    """
+    for name, position in before.items():
+        if (times := int(registered[name].last_epoch) - position) > 1:
+            message = f"{name}: {type(registered[name]).__name__} was stepped {times} times in a step"
+            raise UserError(f"{message}: call {name}.step() once, after the loop over step.batches()")
 
 
 def require_registered(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:

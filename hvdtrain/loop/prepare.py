@@ -62,6 +62,9 @@ class Prepared:
         self.pending: set[torch.optim.Optimizer] = set()  # those with gradients of this step that are not applied yet
         self.updating = False  # whether `step.update` calls the optimizers
         self.zero_grads = {one: one.zero_grad for one in optimizers}
+        # Whether gradients after a backward pass are those of the step, if there is one micro-batch. With Horovod, they are
+        # being reduced, with --amp fp16 they are scaled.
+        self.reduces_at_once = not engine.reduces_after_backward and not scaler.is_enabled()
         self._zero_for_missing = zero_for_missing
         # Where ranks have other weights within an epoch: a context in which they have those that all share.
         self.weights_of_all: Callable[[], contextlib.AbstractContextManager[None]] | None = None

@@ -29,7 +29,7 @@ from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evaluation_modes
 from hvdtrain.loop.means import Means
-from hvdtrain.loop.mistakes import beside_steps, by_the_rank, refusal
+from hvdtrain.loop.mistakes import beside_steps, refusal
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
@@ -148,22 +148,6 @@ class Run(RunTools):
             raise refusal("total of a stream", everywhere=True)
         return epochs * opened.plan(self.engine, self.flags, self.initial, self.state, epochs).steps_per_epoch()
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
-
-        For losses over the samples of all ranks, and queues of them. The rows are of this micro-batch: with --accumulate,
-        a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
-        micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
-        """
-        from hvdtrain.loop.gather import gather_rows
-
-        self._require_running("run.gather()")
-        step = self._shared.step if self._shared is not None else None
-        gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
-        if step is not None and len(gathered) != self.size * len(rows) and (line := by_the_rank()):
-            self.output.say_once(line)
-        return gathered
-
     # ---- the loop over epochs
 
     def epochs(
@@ -260,6 +244,7 @@ class Run(RunTools):
         if may_resume and (beside := beside_steps(itself())) is not None:
             self.say(f"warning: {beside}")
         self.checkpoints.resumed_epoch.begin_steps(state)
+        self.warn_of_modes()
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)
         ahead = opened.steps(state.epoch)
         while state.step != self.length.steps and (planned := next(ahead, None)) is not None:

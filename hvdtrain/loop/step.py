@@ -313,7 +313,7 @@ class Step:
         if self._passes > 1:
             self._require_gradients(chosen)
         self._differentiate(loss, weight, chosen)
-        if (self.micro_batches > 1 or prepared.engine.reduces_after_backward) and not prepared.engine.takes_turns:
+        if (self.micro_batches > 1 or not prepared.reduces_at_once) and not prepared.engine.takes_turns:
             for one in chosen:
                 if (first := next((p.grad for p in prepared.trained[one] if p.grad is not None), None)) is not None:
                     self._gradients[one] = first, first._version

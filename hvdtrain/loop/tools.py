@@ -14,7 +14,7 @@ from hvdtrain.flags import Flags
 from hvdtrain.inputs.sources import Data
 from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.feature import Feature, Features
-from hvdtrain.loop.mistakes import refusal
+from hvdtrain.loop.mistakes import by_the_rank, refusal
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
 from hvdtrain.loop.step import Shared
@@ -50,6 +50,7 @@ class RunTools:
         self._shared: Shared | None = None  # from `prepare` on
         self._evaluation: Evaluation | None = None  # inside `evaluating`
         self._in_loop = False  # over `epochs`
+        self._modes: list[bool] = []  # of the models, when the steps of the last epoch began
 
     def __deepcopy__(self, memo: object) -> "RunTools":
         """Return this run: its data sets may be copied."""
@@ -78,6 +79,30 @@ class RunTools:
     def say(self, line: str) -> None:
         """Print a line on rank 0, above the progress bar."""
         self.output.say(line)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
+
+        For losses over the samples of all ranks, and queues of them. The rows are of this micro-batch: with --accumulate,
+        a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
+        micro-batch (`step.batch.count` is 0), there is none. This rank's rows begin at `step.batch.first`.
+        """
+        from hvdtrain.loop.gather import gather_rows
+
+        self._require_running("run.gather()")
+        step = self._shared.step if self._shared is not None else None
+        gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
+        if step is not None and len(gathered) != self.size * len(rows) and (line := by_the_rank()):
+            self.output.say_once(line)
+        return gathered
+
+    def warn_of_modes(self) -> None:
+        """Say so if a model that was trained in the epoch before is in evaluation mode now, as after a validation of the
+        program's own."""
+        before, self._modes = self._modes, [model.training for model in self.prepared().models]
+        if any(trained and not now for trained, now in zip(before, self._modes, strict=False)):
+            message = "a model that was in training mode in the epoch before is in evaluation mode"
+            self.output.say_once(f"warning: {message}: write net.train() at the head of an epoch")
 
     def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""

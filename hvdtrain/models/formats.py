@@ -22,8 +22,9 @@ def require_kind(path: Path) -> str:
         known = "weights are .safetensors or .pt, programs .pt2 or .onnx"
         unknown = f"{path.suffix} is unknown" if path.suffix else "it has none"
         raise UserError(f"{path}: its ending says what to write, and {unknown}: {known}")
-    # A checkpoint that is replaced by bare weights would be called damaged, and weights beside them, too.
-    if path.parent.name == "checkpoints" and any(path.parent.glob("step-*.safetensors")):
+    # Bare weights in place of a checkpoint would be called damaged.
+    of_run = path.parent.name == "checkpoints" and (path.parent.parent / "metrics.jsonl").exists()
+    if of_run and path.match("step-*.safetensors"):
         raise UserError(f"{path} would be among the checkpoints of a run: give a file elsewhere")
     return path.suffix
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,12 @@ from hvdtrain.output.run_output import RunOutput, parameters_sha256, seconds_sin
 if TYPE_CHECKING:
     from hvdtrain.loop.state import TrainState
     from hvdtrain.loop.step import Step
+
+
+# In the prefixes of evaluations, and in the names of values of which less is better.
+VALIDATION = re.compile("(^|[^a-z])(val|valid|validation|dev|eval)([^a-z]|$)")
+TEST = re.compile("(^|[^a-z])test([^a-z]|$)")
+SMALLER = re.compile("loss|err|mse|mae|rmse|ppl|perplexity|nll|fid|wer|cer|distance|diff")
 
 
 def require_same_values(everyone: Sequence[Mapping[str, float]]) -> None:
@@ -167,16 +174,18 @@ class MetricsLogger:
         if not (evaluations := self._evaluations):
             return ""
         self._evaluations, last = None, list(evaluations)[-1]
-        others = [prefix or "the other" for prefix in evaluations if "test" not in prefix.lower()]
-        if "test" in last.lower() and others:
+        others = [prefix for prefix in evaluations if VALIDATION.search(prefix.lower())]
+        if TEST.search(last.lower()) and others:
             return f"the last evaluation of an epoch decides which is the best one: end it with {others[-1]}"
         having = [prefix or "the other" for prefix, names in evaluations.items() if names & self.metrics.keys()]
-        if evaluations[last] & self.metrics.keys() or not (names := sorted(evaluations[last] - {"count"})):
+        names = [name for name in self._state.evaluation if name != "count"]
+        if evaluations[last] & self.metrics.keys() or not names:
             return ""
         without = f"no {' or '.join(self.metrics)}"
         if having:
             return f"no epoch is the best one, as the last evaluation of it has {without}: end it with {having[-1]}"
-        named = f'training.start(flags, metrics={{"{names[0]}": "max"}})'
+        direction = "min" if SMALLER.search(names[0].lower()) else "max"
+        named = f'training.start(flags, metrics={{"{names[0]}": "{direction}"}})'
         return f"no epoch is the best one, as its evaluation has {without}: name what decides, such as {named}"
 
     def omitted(self, metrics: Iterable[str], registered: Mapping[str, object]) -> Iterator[str]:

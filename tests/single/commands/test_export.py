@@ -137,7 +137,7 @@ WRONG = {
         export.main([str(tmp / "nowhere"), "--to", str(out)])
     ),
     "would be among the checkpoints of a run: give a file elsewhere": lambda tmp, out: (
-        program(tmp) and export.main([str(tmp), "--to", str(tmp / "checkpoints/weights.safetensors")])
+        program(tmp) and export.main([str(tmp), "--to", str(tmp / "checkpoints/step-00000002.safetensors")])
     ),
     "it has no valid checkpoint": lambda tmp, out: export.main([str(tmp), "--to", str(out)]),
     "torch.export cannot follow the model": lambda tmp, out: program(tmp, out, lambda net: Branching(), EXAMPLE),

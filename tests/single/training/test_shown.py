@@ -9,6 +9,9 @@ PRINTS = {
     "a change of phase": "for step in steps:\n    if kept != phase:\n        print(phase)\n    kept = phase",
     "a warning that comes once": "def once(key):\n    if key not in kept:\n        kept.add(key)\n        log.warning(key)",
     "an estimate by the clock": "def rate():\n    return kept / (time.time() - start)\nkept = 1",
+    "a text by the clock": (
+        "def __str__(self):\n    rate = kept / (time.time() - start)\n    return f'{rate:.1f} it/s, {kept} done'\nkept = 1"
+    ),
     "printed now and then": "if kept % 10 == 0:\n    print(step)\nelse:\n    pass\nkept += 1",
     "in a loop, and in a try": "for one in all:\n    try:\n        kept.append(one)\n    finally:\n        kept.clear()",
     "changed alone": CHANGES_ONLY,
@@ -26,6 +29,12 @@ TRAINS = {
     "in another condition": "if other:\n    step.lr = kept",
     "a part of it": "if first:\n    print(1)\nfor one in kept:\n    use(one)",
     "a method that tells": "if kept.pop():\n    step.lr = 0",
+    "in a function that has the time": (
+        "def main():\n    began = time.time()\n    step.lr = kept\n    print(time.time() - began)"
+    ),
+    "in a method that has the time": (
+        "def update(self):\n    self.at = time.time()\n    loss = loss * self.kept\n    return f'{loss}'"
+    ),
     "a lambda": "f = lambda: kept",
     "no use": "kept = 1",
     "within": "for step in steps:\n    if kept:\n        for x in xs:\n            print(x)",
