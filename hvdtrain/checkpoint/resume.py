@@ -384,8 +384,8 @@ class Resume:
             raise UserError(f"{message}trained on: {SPLIT}", everywhere=True)
         rows = self.facts.get("rows", {})
         other = [name for name, held in source.rows.items() if rows.get(name, held) != held]
-        if of_epoch and not self.facts["state"]["samples_of_epoch"]:
-            other = []
+        if not self.facts["state"]["samples_of_epoch"]:  # its head has set them for the next epoch
+            other = [] if of_epoch else [name for name in other if name not in source.set_by_epoch]
         if of_epoch and (other or resplit):
             message = (
                 "the data of this epoch are not those with which it began, and some samples are used twice or never"

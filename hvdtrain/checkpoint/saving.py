@@ -332,7 +332,9 @@ class Checkpoints:
         return self._writer is not None and (self._writer.directory / name).exists()
 
     def load_best(self, models: Sequence[nn.Module], step: int, heartbeat: Callable[[], None]) -> None:
-        """Give the models what they had after `step` steps, in the checkpoint that is kept as the best. A collective."""
+        """Give the models, and registered modules such as an average, what they had after `step` steps, in the checkpoint
+        that is kept as the best. A collective."""
+        modules = {name: what for name, what in self.registered.items() if isinstance(what, nn.Module)}
         with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.best"):
             if self._writer is not None:
                 self._writer.flush(heartbeat)
@@ -342,7 +344,9 @@ class Checkpoints:
                 except (checkpoint.Damaged, OSError) as error:
                     raise Failure(f"the best checkpoint, {path}, cannot be read ({error})") from error
                 contents.load_models(tensors, models)
-        for model in models:
+                for name, what in modules.items():
+                    contents.load_registered(name, what, contents.registered_state(tensors, name))
+        for model in (*models, *modules.values()):
             self.engine.broadcast_model(model)
 
     def _written(self, path: Path, error: OSError | None) -> None:

@@ -122,6 +122,18 @@ def attributes_set(code: CodeType) -> set[str]:
 
 
 @functools.cache
+def attributes_filled(code: CodeType) -> set[str]:
+    """Return the attributes that this code changes in place: `self.NAME[:] = values`, self.NAME.shuffle()."""
+    lines = [one for one in dis.get_instructions(code) if one.opname not in ("PRECALL", "CACHE", "COPY", "SWAP")]
+    loads = [place for place, one in enumerate(lines) if one.opname == "LOAD_ATTR"]
+    return {
+        lines[place].argval
+        for place in loads
+        if any(one.opname in ("STORE_SUBSCR", "STORE_SLICE") for one in lines[place + 1 : place + 6])
+    }
+
+
+@functools.cache
 def looks_for_keys(code: CodeType, name: str) -> bool:
     """Return whether the first use of a dictionary in this code is `key in NAME` or NAME.setdefault: it is a cache."""
     lines = list(dis.get_instructions(code))

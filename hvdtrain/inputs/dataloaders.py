@@ -30,6 +30,7 @@ from hvdtrain.inputs.sameness import (
     Compared,
     compared_samples,
     difference_of_samples,
+    is_set_by_a_method,
     require_same,
     rows_of_dataset,
     split_of,
@@ -65,6 +66,7 @@ class Loader(Input):
         self.split = self._first_split = self._split_now()
         engine.require_equal(DRAWN_SPLIT, self.split, SPLIT)
         self.rows = rows_of_dataset(given.dataset)
+        self.set_by_epoch = frozenset(name for name in self.rows if is_set_by_a_method(given.dataset, name))
         self._read_sampler()
         require_batch_size(given, batch_size)
         self.may_leave_out = may_leave_out(given.collate_fn)

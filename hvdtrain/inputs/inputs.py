@@ -51,6 +51,7 @@ class Input(ABC):
     per_epoch: int  # over all ranks; 0: a stream, whose end is found when it is read
     split: int | None = None  # a hash of the indices that subsets have, if there are any, and they do not vary
     rows: Mapping[str, str] = {}  # a hash of each list of files or numbers in the data set, of those that do not vary
+    set_by_epoch: frozenset[str] = frozenset()  # those of `rows` that a method of the data set sets, as set_epoch does
     changes = False  # another epoch may have other data
     may_be_new = False  # an epoch may be given other values, without a word
     restart: bool | None = None  # of several data sets: whether each epoch begins all of them anew; None: it is one

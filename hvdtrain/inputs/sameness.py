@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
+from hvdtrain.checkpoint.uses import attributes_filled, attributes_set, codes_of_program, frame_of_program
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import difference_of_values as difference_of
@@ -246,6 +247,19 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
                 continue
             held[place] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return held
+
+
+def is_set_by_a_method(dataset: object, name: str) -> bool:
+    """Return whether a method of a data set, or of a part of it, or the program sets the attribute of this path, as
+    set_epoch(epoch) does."""
+    *path, attribute = name.split(".")
+    owner = dataset
+    for part in path:
+        owner = getattr(owner, part, None)
+    methods = [one for base in type(owner).__mro__ for name, one in vars(base).items() if name != "__init__"]
+    codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
+    codes += [code for code in codes_of_program(frame_of_program()) if code.co_name != "__init__"]
+    return any(attribute in attributes_set(code) or attribute in attributes_filled(code) for code in codes)
 
 
 def hash_of_numbers(value: Any) -> str:

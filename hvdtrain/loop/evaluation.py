@@ -93,6 +93,7 @@ class Evaluation:
         self.whole = isinstance(data, int) and not isinstance(data, bool)
         self._recorded = {rank: Recorded() for rank in engine.own}
         self._in_batch = 0  # samples in the current batch
+        self._has_ended = False  # whether all batches were taken: what follows is recorded of all samples
         self._indices: Tensor | None = None  # of the current batch, if there is one
 
     @contextlib.contextmanager
@@ -139,6 +140,7 @@ class Evaluation:
         self._begin_turn(None)
 
     def _batches(self, of_first: Iterator[Batch]) -> Iterator[Any]:
+        self._has_ended = False
         for turn, rank in enumerate(self._engine.own):
             for batch in self._loaded(rank) if turn else of_first:
                 self._heartbeat()
@@ -146,6 +148,7 @@ class Evaluation:
                 self._in_batch = batch.count
                 self._indices = batch.indices
                 yield batch.data
+        self._has_ended = True
 
     def rows(self) -> Tensor:
         """Return the indices of the samples of the current batch, int64 [b]; of a number of samples, all of this rank's."""
@@ -163,7 +166,7 @@ class Evaluation:
             if name in tally.sums and (count is not None) != (name in tally.counts):
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
             given = recorded("run.record", name, value)
-            samples = tally.samples if self.whole else self._in_batch
+            samples = tally.samples if self.whole or self._has_ended else self._in_batch
             if not given.ndim and samples > 1:
                 require_sum(self._means, name, value, samples, count, first=name not in tally.sums)
             if given.ndim and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1):

@@ -72,14 +72,21 @@ def steps_of_one_process(frame: FrameType, loader: object, steps: int) -> str:
             for target in one.targets
             if isinstance(target, ast.Name) and any(map(OF_ALL.search, identifiers(one.value)))
         }  # fmt: skip
+        lengths = {  # variables that are the length itself
+            target.id: ast.unparse(one.value)
+            for one in inside(function) if isinstance(one, ast.Assign) and is_length(one.value, names)
+            for target in one.targets if isinstance(target, ast.Name)
+        }  # fmt: skip
         for parts in statements_of(function):
             words = set[str]().union(*map(identifiers, parts))
             if words & divided or any(map(OF_ALL.search, words)) or any(called(one) in SAYING for one in parts):
                 continue
             for factor in (one for part in parts for one in ast.walk(part) if isinstance(one, ast.BinOp)):
-                sides = [one for side in (factor.left, factor.right) for one in ast.walk(side) if is_length(one, names)]
-                if sides and isinstance(factor.op, ast.Mult | ast.Div):
-                    name = ast.unparse(sides[0])
+                sides = [one for side in (factor.left, factor.right) for one in ast.walk(side)]
+                found = [ast.unparse(one) for one in sides if is_length(one, names)]
+                found += [lengths[one.id] for one in sides if isinstance(one, ast.Name) and one.id in lengths]
+                if found and isinstance(factor.op, ast.Mult | ast.Div):
+                    name = found[0]
                     message = f"{name} is {len(loader)}, the steps of one process, and an epoch has {steps}"
                     return f"{message}: compute with run.total_steps({name[4:-1]}, 1), or with run.progress"
     return ""

@@ -231,3 +231,26 @@ def test_what_decides_is_said_if_it_may_not_be_meant(case, tmp_path, capsys):
                     run.record(**{name: (model(X[mine]) - Y[mine]).square()})
     said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
     assert said == [f"warning: {line}"] * bool(line)
+
+
+def test_the_best_average_is_that_of_the_best_epoch(tmp_path):
+    """The average stayed that of the last epoch, though the evaluation was its own."""
+    seen = []
+    with training.start(flags_for("--output-dir", str(tmp_path), epochs=4), metrics={"score": "max"}) as run:
+        model, _ = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        averaged = torch.optim.swa_utils.AveragedModel(net)
+        run.register(averaged=averaged)
+        for epoch in run.epochs(4):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
+                averaged.update_parameters(net)
+            with run.evaluating(N):
+                run.record(score=torch.full((N,), VALUES[epoch] if epoch < 3 else 0.1))
+            seen.append(
+                [one.detach().clone() for one in (*net.parameters(), *averaged.parameters(), averaged.n_averaged)]
+            )
+        assert run.load_best().epoch == 2
+        for now, best in zip((*net.parameters(), *averaged.parameters(), averaged.n_averaged), seen[2], strict=True):
+            assert torch.equal(now, best)

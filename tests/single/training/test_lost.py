@@ -419,3 +419,33 @@ def test_data_of_an_epoch_that_are_others_when_it_is_resumed_are_said(kind, at, 
             )  # fmt: skip
     said = "warning: the data of this epoch are not those with which it began, and some samples are used twice or never"
     assert (said in (out := capsys.readouterr().out)) == (at == 1 and stop == 3), out
+
+
+class Leveled(Dataset):
+    def __init__(self):
+        self.level = np.zeros(N, dtype=int)
+
+    def set_epoch(self, epoch):
+        self.level[:] = epoch
+
+    def __getitem__(self, index):
+        return X[index] + self.level[index], Y[index]
+
+    def __len__(self):
+        return N
+
+
+def set_level(data, epoch):
+    data.level = np.full(N, epoch)
+
+
+@pytest.mark.parametrize("head", [Leveled.set_epoch, set_level])
+@pytest.mark.parametrize("stop", [3, 6])
+def test_what_a_program_sets_in_its_data_set_for_an_epoch_is_left_alone(head, stop, tmp_path, capsys):
+    """It was "not those of the run so far", where a run was resumed at the end of an epoch."""
+    for kill in (stop, None):
+        data = Leveled()
+        with pytest.raises(Killed) if kill else contextlib.nullcontext():
+            Trained("--checkpoint-steps", "1", out=tmp_path, kill=kill, data=(DataLoader(data, 8),),
+                    head=partial(lambda data, t, epoch: head(data, epoch), data))  # fmt: skip
+    assert "of the run so far" not in capsys.readouterr().out

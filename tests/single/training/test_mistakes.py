@@ -229,6 +229,9 @@ MISTAKES = {
     "the F1 of a batch, of shares": (
         dict(after="with run.evaluating(len(X)): r = (Y > 0).sum() / (Y < 9).sum(); run.record(score=r * r / (r + r))"),
         r"^run.record\(score=...\) got a quotient of this batch"),
+    "a share of all after the batches": (
+        dict(after="right = 0\n        with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: right += 1\n"
+             "            run.record(right=right / len(DATA))"), r"^run.record\(right=...\) got a mean"),
     "the root of a mean": (
         dict(after="with run.evaluating(len(X)): run.record(error=F.mse_loss(model(X), Y).sqrt())"), r"^run.record\(error=...\) got a mean"),
     "the logarithm of a mean": (

@@ -124,6 +124,7 @@ def test_a_function_that_falls_to_0_at_the_end_of_one_process_tells_its_length(c
 
 OWN_SCHEDULES = {
     "its length in the rate": ("step.lr = 0.1 * (1 - step.number / (2 * len(train)))", True),
+    "a variable that is its length": ("number = len(train); step.lr = 0.1 * (1 - step.number / (2 * number))", True),
     "its length in a function": ("set_rate(step)", True),
     "divided by what makes it shorter": ("step.lr = 0.1 * (1 - step.number / (len(train) // flags.accumulate))", False),
     "shown": ("print(f'{step.number / len(train):.2f}')", False),
