@@ -6,6 +6,7 @@ sets it.
 """
 
 import contextlib
+import hashlib
 import inspect
 import os
 import re
@@ -47,6 +48,7 @@ SHOWN, MOST_LINES = 3, 3  # names in a line
 OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # in the names of files
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
 HOOKING = re.compile(r"register_\w*hook$")
+MOST_NAMES = 100_000  # of classes, words, files
 NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
@@ -62,6 +64,25 @@ def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:
     return names
 
 
+def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order."""
+    found = dict[str, list[str]]()
+    for name, value in names.items():
+        if (
+            isinstance(value, dict)
+            and all(type(one) is str for one in value)
+            and all(type(n) is int for n in value.values())
+        ):
+            has, order = [sorted(value), sorted(value.values())], sorted(value.items())
+        elif isinstance(value, list | tuple) and all(type(one) is str for one in value):
+            has, order = sorted(value), list(value)
+        else:
+            continue
+        if 1 < len(value) <= MOST_NAMES:
+            found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
+    return found
+
+
 def first_values(tensor: Tensor) -> object:
     """Return the shape of a tensor and its first values."""
     return tensor.shape, *tensor.detach().reshape(-1)[:4].tolist()
@@ -71,12 +92,12 @@ class Carried:
     """The variables of the function that has the loop over `run.epochs`, in this frame.
 
     saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`. restored:
-    the weights and states of optimizers that were, or none.
+    the weights and states of optimizers that were, or none. orders: `orders_of` the run so far.
     """
 
     def __init__(
         self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Iterable[nn.Module],
-        of_run: Callable[[], Mapping[str, Any]], *, restored: Sequence[Tensor],
+        of_run: Callable[[], Mapping[str, Any]], *, restored: Sequence[Tensor], orders: Mapping[str, list[str]],
     ):  # fmt: skip
         self._frame: FrameType | None = frame
         self._code, self._offset, self._say, self._saved, self._of_run = frame.f_code, frame.f_lasti, say, saved, of_run
@@ -91,6 +112,7 @@ class Carried:
         self._clocks = [clock() for clock in CLOCKS]
         # By name: what changes with it, and not whose it is. What the program drops would be kept.
         self._began, self._first = set[str](), dict[str, object]()
+        self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
         self._judged = dict[str, bool]()  # by the name of a module: whether it is the program's own
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
@@ -99,6 +121,17 @@ class Carried:
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
             # A penalty that holds the weights near the first ones would hold them near the restored ones.
+            self.orders = orders_of(self._globals) | orders_of(variables_of(frame))
+            # A set of texts has another order in each process.
+            before = {name: orders.get(name, held) for name, held in self.orders.items()}
+            if mixed := [
+                name
+                for name, (has, order) in self.orders.items()
+                if before[name][0] == has and before[name][1] != order
+            ]:
+                what = f"{self._named(mixed, self._code)} has another order than when the run began"
+                say(f"warning: {what}: sort what comes from a set or a directory")
+            self.orders = before
             if copies := self._copies(restored):
                 what = f"{self._named(copies, self._code)} has what was restored, and not what the run began with"
                 say(f"warning: {what}: copy it before run.prepare(), or give the copy to run.register")

@@ -221,7 +221,8 @@ class Checkpoints:
                 restored = [weight for model in models for weight in model.parameters()]
                 for optimizer in self.objects.prepared.optimizers:
                     restored += [one for one in tree_leaves(optimizer.state) if isinstance(one, Tensor)]
-            lacking.carried = Carried(frame, self.output.say, saved, models, of_run, restored=restored)
+            orders = (self.resume.facts or {}).get("orders", {})
+            lacking.carried = Carried(frame, self.output.say, saved, models, of_run, restored=restored, orders=orders)
         # A frame keeps all variables of its function alive, and with them tensors.
         del frame
         try:
@@ -305,6 +306,9 @@ class Checkpoints:
             "input": before.get("input", {"samples": 0, "per_epoch": 0}),
             "split": before.get("split"),
             "rows": before.get("rows", {}),
+            "orders": carried.orders
+            if (carried := self.objects.lacking.carried) is not None
+            else before.get("orders", {}),
         }
         if source is not None:
             facts |= {

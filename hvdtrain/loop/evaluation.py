@@ -168,7 +168,9 @@ class Evaluation:
             given = recorded("run.record", name, value)
             samples = tally.samples if self.whole or self._has_ended else self._in_batch
             if not given.ndim and samples > 1:
-                require_sum(self._means, name, value, samples, count, first=name not in tally.sums)
+                require_sum(
+                    self._means, name, value, samples, count, first=name not in tally.sums, ended=self._has_ended
+                )
             if given.ndim and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1):
                 tally.rows[name] = tally.rows.get(name, 0) + len(given)
             else:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
-ADDING_NODES = ("AddBackward0", "SubBackward0", "ToCopyBackward0")
-SUM_NODES = (*ADDING_NODES, *FACTOR_NODES)
+UNDIVIDED_NODES = ("AddBackward0", "SubBackward0", "MulBackward0", "ToCopyBackward0")
+SUM_NODES = ("AddBackward0", "SubBackward0", *FACTOR_NODES)
 MOST_NODES = 50
 MEAN, SUM = 1, 2  # of `reduction`, as torch saves it
 # Names that programs give the number of micro-batches, not a loss that is accumulated; and that of ranks.
@@ -46,7 +46,7 @@ def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Call
             raise UserError(f"{message}: leave that out, gradients are means over all samples of the step")
     if say is None or count is not None or passes * engine.size == 1:
         return
-    if getattr(loss.grad_fn, "_saved_reduction", MEAN) == SUM and step.batch.count > 1:
+    if is_sum_over(loss, step.batch.count):
         remedy = "divide it by their number in the micro-batch, such as loss / len(labels)"
         say(f"warning: the loss is a sum over the samples, and not their mean: {remedy}")
     elif items := items_of(loss, step.batch.count):
@@ -69,15 +69,17 @@ def require_unscaled(loss: Tensor) -> None:
         raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
 
 
-def nodes_of_loss(loss: Tensor, passed: tuple[str, ...]) -> Iterator[Any]:
-    """Yield the nodes of the graph from which a loss is computed by nodes of these kinds alone."""
-    waiting, seen = [loss.grad_fn], 0
+def nodes_of_loss(loss: Tensor, passed: tuple[str, ...]) -> Iterator[tuple[Any, float]]:
+    """Yield the nodes of the graph from which a loss is computed by nodes of these kinds alone, with their factors in it."""
+    waiting, seen = [(loss.grad_fn, 1.0)], 0
     while waiting and seen < MOST_NODES:
-        if (node := waiting.pop(0)) is None:
+        node, factor = waiting.pop(0)
+        if node is None:
             continue
         seen += 1
-        yield node
-        waiting += [inner for inner, _ in node.next_functions] if type(node).__name__ in passed else []
+        yield node, factor
+        if type(node).__name__ in passed:
+            waiting += [(inner, factor * factor_of(node)) for inner, _ in node.next_functions]
 
 
 def factor_of(node: Any) -> float:
@@ -91,7 +93,8 @@ def factor_of(node: Any) -> float:
 
 def scaled_by(loss: Tensor, number: int) -> str:
     """Return in words whether a loss was multiplied or divided by a number; empty if not."""
-    for factor in map(factor_of, nodes_of_loss(loss, FACTOR_NODES)):
+    for node, _ in nodes_of_loss(loss, FACTOR_NODES):
+        factor = factor_of(node)
         if math.isclose(factor, number, rel_tol=1e-6) or math.isclose(factor * number, 1, rel_tol=1e-6):
             return "times" if factor > 1 else "divided by"
     return ""
@@ -115,9 +118,13 @@ def has_factor(pattern: re.Pattern[str]) -> bool:
         seen.add(expression)
         if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Mult | ast.Div):
             sides = [expression.right, *[expression.left] * isinstance(expression.op, ast.Mult)]
-            if any(is_number(side, pattern) for side in sides):
+            if any(is_number(side, pattern, within) for side in sides):
                 return True
             waiting += [(side, within) for side in (expression.left, expression.right)]
+        elif called(expression) in ("div", "mul", "div_", "mul_") and isinstance(expression.func, ast.Attribute):
+            if any(is_number(one, pattern, within) for one in expression.args):
+                return True
+            waiting += [(expression.func.value, within)]
         elif isinstance(expression, ast.Name):
             waiting += [(value, within) for value in values_of(expression.id, within)]
         elif (of := functions.get(called(expression))) is not None:
@@ -134,34 +141,69 @@ def values_of(name: str, function: ast.AST) -> Iterator[ast.expr]:
             yield ast.BinOp(node.target, node.op, node.value)
 
 
-def is_number(expression: ast.expr, pattern: re.Pattern[str]) -> bool:
-    """Return whether an expression is a number of such a name, or one divided by it."""
+def is_number(expression: ast.expr, pattern: re.Pattern[str], function: ast.AST, *, follow: bool = True) -> bool:
+    """Return whether an expression is a number of such a name, one divided by it, or a variable that is assigned such."""
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Div):
-        return is_number(expression.right, pattern)
+        return is_number(expression.right, pattern, function)
     if isinstance(expression, ast.Call):
         inner = expression.args[:1] if called(expression) in ("float", "int") else [expression.func]
-        return any(is_number(one, pattern) for one in inner)
-    return isinstance(expression, ast.Name | ast.Attribute) and bool(pattern.search(ast.unparse(expression)))
+        return any(is_number(one, pattern, function) for one in inner)
+    if not isinstance(expression, ast.Name | ast.Attribute):
+        return False
+    values = values_of(expression.id, function) if follow and isinstance(expression, ast.Name) else ()
+    named = any(is_number(one, pattern, function, follow=False) for one in values)
+    return named or bool(pattern.search(ast.unparse(expression)))
 
 
-def is_masked_sum(node: Any) -> bool:
-    """Return whether a node is a sum of products, as of (losses * mask).sum()."""
-    return type(node).__name__ == "SumBackward0" and type(node.next_functions[0][0]).__name__ == "MulBackward0"
+def is_sum_over(loss: Tensor, samples: int) -> bool:
+    """Return whether a loss has a sum over the samples, which nothing divides by their number."""
+    for node, factor in nodes_of_loss(loss, UNDIVIDED_NODES):
+        sizes = getattr(node, "_saved_self_sym_sizes", ())
+        whole = type(node).__name__ == "SumBackward0" and node is root_of(loss) and list(sizes[:1]) == [samples]
+        if (whole and not is_weighted(node)) or getattr(node, "_saved_reduction", MEAN) == SUM:
+            return samples > 1 and abs(factor) * samples > 1.5
+    return False
+
+
+def root_of(loss: Tensor) -> Any:
+    """Return the node of a loss without its factors."""
+    return next((node for node, _ in nodes_of_loss(loss, FACTOR_NODES) if factor_of(node) == 1.0), None)
+
+
+def is_weighted(node: Any) -> bool:
+    """Return whether a sum is of products with weights that add up to 1."""
+    inner = node.next_functions[0][0]
+    weights = getattr(inner, "_saved_other", None) if type(inner).__name__ == "MulBackward0" else None
+    return isinstance(weights, Tensor) and math.isclose(float(weights.detach().sum()), 1.0, rel_tol=1e-3)
+
+
+def mask_of(node: Any) -> float:
+    """Return how many values a sum such as (losses * mask).sum() is of; 0 if there is no mask."""
+    inner = node.next_functions[0][0] if type(node).__name__ == "SumBackward0" else None
+    mask = getattr(inner, "_saved_other", None) if type(inner).__name__ == "MulBackward0" else None
+    if not isinstance(mask, Tensor) or mask.numel() < 2 or not bool(((mask == 0) | (mask == 1)).all()):
+        return 0.0
+    return float(mask.sum())
 
 
 def items_of(loss: Tensor, samples: int) -> str:
-    """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are."""
-    for node in nodes_of_loss(loss, SUM_NODES):
-        if type(node).__name__.startswith("NllLoss") and node._saved_reduction == MEAN:
+    """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are, or
+    each sample may have as many."""
+    for node, _ in nodes_of_loss(loss, SUM_NODES):
+        kind = type(node).__name__
+        if kind.startswith("NllLoss") and node._saved_reduction == MEAN:
             if node._saved_weight is not None:
                 return "weights of classes"
             counted, labels = float(node._saved_total_weight), node._saved_target.numel()
-            if counted != labels:
+            if counted != labels and counted % samples:
                 return f"{counted:g} of {labels} labels, without those of ignore_index"
-    for node in nodes_of_loss(loss, ADDING_NODES):
-        if type(node).__name__ == "DivBackward0" and is_masked_sum(node.next_functions[0][0]):
-            items = 1 / factor_of(node)
-            # A number of Python is float64 or int64: some other factor.
-            if node._saved_other.dtype != torch.float64 and items == round(items) and round(items) % max(samples, 1):
+        elif kind == "DivBackward0":
+            summed, items = node.next_functions[0][0], 1 / factor_of(node)
+            masked = mask_of(summed) or (items if getattr(summed, "_saved_reduction", MEAN) == SUM else 0.0)
+            if masked and math.isclose(items, masked) and round(items) % samples:
+                return f"{items:g} items, of {samples} samples"
+        elif kind == "MeanBackward0" and "Index" in type(node.next_functions[0][0]).__name__:
+            items = node._saved_self_sym_numel
+            if items % samples:
                 return f"{items:g} items, of {samples} samples"
     return ""

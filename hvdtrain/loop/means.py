@@ -33,6 +33,7 @@ DIVISORS = {
 # Names of metrics of many samples, whatever library has computed them. Such values of each sample may be summed up.
 OF_MANY = re.compile(r"(^|_)(f1|fbeta|precision|recall|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)")
 PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
+MOST_KEPT = 10_000  # scalars of a test set
 MOST_EXPONENT = 700.0  # of which exp is a number of float64
 OF_MEANS: Sequence[Callable[[float], float]] = (
     lambda mean: 100 * mean, math.exp, math.sqrt, lambda mean: -10 * math.log10(mean),
@@ -43,12 +44,13 @@ OF_MEANS: Sequence[Callable[[float], float]] = (
 class Derived(NamedTuple):
     """A scalar that is computed from means over a batch, or from quotients of its sums. value: kept, so that no other
     object gets its id. adds_up: whether it is a sum over this number of samples all the same. terms: of how many it is the
-    sum, which may be those of single samples."""
+    sum, which may be those of single samples. is_multiplied: by a number, which may be the one of its items."""
 
     value: object
     is_quotient: bool
     adds_up: Callable[[int], bool]
     terms: int = 1
+    is_multiplied: bool = False
 
 
 class Means(TorchFunctionMode):
@@ -86,7 +88,10 @@ class Means(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
-        if not isinstance(result, float) and not (isinstance(result, Tensor) and not result.ndim):
+        if not isinstance(result, float) and not (isinstance(result, Tensor) and result.numel() == 1):
+            return result
+        if len(self._derived) + len(self._sums) > MOST_KEPT:
+            self.stop()
             return result
         if name == "mean" or is_mean_loss(func, args, kwargs or {}):
             self._derived[id(result)] = Derived(result, False, lambda samples: False)
@@ -105,12 +110,18 @@ class Means(TorchFunctionMode):
             self._derived[id(result)] = Derived(result, True, lambda samples: False)
         elif of_sums and type(divisor) is int:
             self._derived[id(result)] = Derived(result, False, lambda samples: samples != divisor)
+        elif of_sums and name in PRODUCTS and (factor := next((one for one in args if type(one) is float), None)):
+            # By `100.0 / batch_size`, a percentage.
+            self._derived[id(result)] = Derived(
+                result, False, lambda samples: not any(math.isclose(factor * samples, one) for one in (1.0, 100.0))
+            )
         elif before is not None and name in PRODUCTS:
             number = next((one for one in args if type(one) in (int, float)), None)
             if number is not None and not before.is_quotient:  # a mean times the number of samples, or of their values
                 adds_up = before.adds_up
-                multiplied = Derived(result, False, lambda samples: number % samples == 0 or adds_up(samples))
-                self._derived[id(result)] = multiplied
+                self._derived[id(result)] = Derived(
+                    result, False, lambda samples: number % samples == 0 or adds_up(samples), is_multiplied=True
+                )
             elif number is None:  # a tensor, such as the number of tokens
                 self._derived.pop(id(result), None)
             else:
@@ -127,6 +138,11 @@ class Means(TorchFunctionMode):
         if known is None and isinstance(value, float):
             known = next((one for one in self._derived.values() if is_function_of(one.value, value, samples)), None)
         return None if known is None or known.terms == samples or known.adds_up(samples) else known
+
+    def is_average(self, value: object) -> bool:
+        """Return whether a number is between the means that the program has taken of batches, as an average of them is."""
+        means = [one.value for one in self._derived.values() if isinstance(one.value, float) and not one.is_multiplied]
+        return isinstance(value, float) and len(means) > 1 and min(means) <= value <= max(means)
 
 
 def is_function_of(mean: object, value: float, samples: int) -> bool:
@@ -155,16 +171,20 @@ def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
     )
 
 
-def require_sum(means: Means, name: str, value: Any, samples: int, count: object, *, first: bool) -> None:
-    """Raise UserError if a number that the program gives for several samples is no sum over them."""
+def require_sum(means: Means, name: str, value: Any, samples: int, count: object, *, first: bool, ended: bool) -> None:
+    """Raise UserError if a number that the program gives for several samples is no sum over them. first: of this name.
+    ended: after the last batch."""
     first = first and name not in means.known
     derived = means.of(value, samples)
+    if derived and derived.is_multiplied and count is not None:  # the mean over tokens, times their number
+        derived = None
     number = float(value) if first and count is None and isinstance(value, float | Tensor) else 0.0
     # A perplexity is 1 or more, and so is that of each sample.
     if (derived and derived.is_quotient) or (1 < number < samples and PERPLEXITY.search(name.lower())):
         remedy = "give the sums, with count=; F1 and such need all samples: run.gather() after the loop, then record it"
         raise UserError(f"run.record({name}=...) got a quotient of this batch, and batches do not add up: {remedy}")
-    if derived or (first and count is None and is_share(value, samples)):
+    averages = ended and count is None and means.is_average(value)
+    if derived or averages or (first and count is None and is_share(value, samples)):
         remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
         raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
     if 0 < number < 1 and OF_MANY.search(name.lower()):

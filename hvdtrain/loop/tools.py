@@ -90,6 +90,11 @@ class RunTools:
         from hvdtrain.loop.gather import gather_rows
 
         self._require_running("run.gather()")
+        if self._evaluation is not None and self.size > 1:
+            remedy = "record values of this rank there, or gather after the block, and record then"
+            self.output.say_once(
+                f"warning: run.gather() inside of run.evaluating() returns the rows of all ranks: {remedy}"
+            )
         step = self._shared.step if self._shared is not None else None
         gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
         if step is not None and len(gathered) != self.size * len(rows) and (line := by_the_rank()):

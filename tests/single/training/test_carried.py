@@ -656,3 +656,27 @@ class Rotary(Whole):
 def test_the_length_of_a_cached_table_is_no_state(tmp_path, capsys):
     trained(tmp_path, Rotary(nn.Linear(3, 1)))
     assert "has changed" not in capsys.readouterr().out
+
+
+ORDERS = {  # before the loop, in the first process and in the second one; the name of what has another order
+    "numbers of classes": ("index = {'cat': 0, 'dog': 1}", "index = {'dog': 0, 'cat': 1}", "index"),
+    "files": ("files = ['a', 'b', 'c']", "files = ['b', 'a', 'c']", "files"),
+    "other classes": ("index = {'cat': 0, 'dog': 1}", "index = {'cat': 0, 'cow': 1}", ""),
+    "the same, inserted otherwise": ("index = {'cat': 0, 'dog': 1}", "index = {'dog': 1, 'cat': 0}", ""),
+    "one more file": ("files = ['a', 'b']", "files = ['c', 'a', 'b']", ""),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_names_in_another_order_at_a_resume_are_said(case, tmp_path, capsys):
+    """A dictionary that numbers the elements of a set: other labels in each process, exit code 0."""
+    first, second, name = ORDERS[case]
+    for times, before in enumerate((first, first, second, first)):
+        trained(tmp_path, nn.Linear(3, 1), before, "", f"step.number == {3 + 3 * times} and run.stop()")
+        said = "has another order than when the run began: sort what comes from a set or a directory"
+        line = f"warning: {name} of main() {said}"
+        assert (
+            (line if name else said) in capsys.readouterr().out
+            if times == 2 and name
+            else said not in capsys.readouterr().out
+        )
