@@ -4,9 +4,13 @@ import gc
 import re
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint.uses import codes_of_program, frame_of_program, is_quotient_or_product, lines_of
 from hvdtrain.engines.errors import UserError
@@ -83,6 +87,33 @@ def by_the_rank() -> str:
                 message = "run.gather() got unequal numbers of rows, and the program multiplies by its rank"
                 return f"warning: {message}: the rows of a rank begin at step.batch.first"
     return ""
+
+
+class LaterParts:
+    """Notices optimizers and schedulers that a program makes in its loop, for a second stage: the step goes on with those of
+    before, and no checkpoint has these."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Any] | None = None  # those that were there when the first epoch began
+
+    def require_none(self, frame: FrameType, parameters: Collection[nn.Parameter]) -> None:
+        """Look into the variables of whoever takes the steps, and the attributes of what they hold. Raises UserError."""
+        held = list(frame.f_locals.values())
+        held += [one for value in held for one in list(getattr(value, "__dict__", {}).values())]
+        parts = [one for one in held if isinstance(one, torch.optim.Optimizer | lr_scheduler.LRScheduler)]
+        if self._known is None:
+            self._known = weakref.WeakSet(parts)
+        for one in parts:
+            optimizer = one.optimizer if isinstance(one, lr_scheduler.LRScheduler) else one
+            if one not in self._known and any(
+                p in parameters for group in optimizer.param_groups for p in group["params"]
+            ):
+                kind = type(one).__name__
+                if optimizer is one:
+                    remedy = "give it to run.prepare(), before the loop, or set the rates of the first one"
+                    raise UserError(f"a {kind} was made in the loop over epochs, which no step applies: {remedy}")
+                remedy = "make it before the loop, as a part of a SequentialLR, and give that to run.register"
+                raise UserError(f"a {kind} was made in the loop over epochs, which no checkpoint has: {remedy}")
 
 
 class Outputs:

@@ -351,7 +351,7 @@ def prepare(
     micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
     """
     given, models, optimizers = sorted_parts(parts, names)
-    optimize_scripts_at_once(models)
+    optimize_scripts_at_once()
     for optimizer in optimizers:
         complete(optimizer)
     require_alike(engine, models, optimizers)
@@ -389,11 +389,10 @@ def prepare(
     return prepared
 
 
-def optimize_scripts_at_once(models: Sequence[nn.Module]) -> None:
-    """Let TorchScript optimize a model when it is first called, as in torch before 1.10, and not after the first calls: a
-    process that resumes a run would compute its first steps with other bits."""
-    if any(isinstance(module, torch.jit.ScriptModule) for model in models for module in model.modules()):
-        torch._C._jit_set_profiling_executor(False)
+def optimize_scripts_at_once() -> None:
+    """Let TorchScript optimize models and functions when they are first called, as in torch before 1.10, and not after the
+    first calls: a process that resumes a run would compute its first steps with other bits."""
+    torch._C._jit_set_profiling_executor(False)
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ from hvdtrain.flags import Flags
 from hvdtrain.inputs.sources import Data
 from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.feature import Feature, Features
-from hvdtrain.loop.mistakes import by_the_rank, refusal
+from hvdtrain.loop.mistakes import LaterParts, by_the_rank, refusal
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
 from hvdtrain.loop.step import Shared
@@ -50,6 +50,7 @@ class RunTools:
         self._shared: Shared | None = None  # from `prepare` on
         self._evaluation: Evaluation | None = None  # inside `evaluating`
         self._in_loop = False  # over `epochs`
+        self.later_parts = LaterParts()
         self._modes: list[bool] = []  # of the models, when the steps of the last epoch began
 
     def __deepcopy__(self, memo: object) -> "RunTools":

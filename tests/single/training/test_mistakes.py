@@ -149,6 +149,12 @@ MISTAKES = {
     "fewer samples than none": (dict(data="-3"), "there are no samples: give"),
     "batch outside of a step": (dict(before="", at_step="pass", after="step.batch"), r"step.batch outside of step.batches"),
     "steps in a list": (dict(data="X, Y", in_epoch="list(run.steps(X, Y))"), "step 1 has no gradients"),
+    "another optimizer for a second stage": (
+        dict(in_epoch="if step: optimizer = torch.optim.Adam(net.parameters())", prepared="step = None"),
+        r"^a Adam was made in the loop over epochs, which no step applies: give it to run.prepare\(\), before the loop, or set"),
+    "another schedule for a second stage": (
+        dict(in_epoch="if step: stage = torch.optim.lr_scheduler.StepLR(optimizer, 2)", prepared="step = None"),
+        "^a StepLR was made in the loop over epochs, which no checkpoint has: make it before the loop, as a part of a Seq"),
     "steps twice at once": (dict(in_epoch="one = run.steps(X, Y)"), "called twice in one epoch: give it both"),
     "an epoch that is left": (dict(after_update="break"), "epoch 1 was left after 0 of 40 samples"),
     "a number of each sample": (dict(at_step="step.per_sample(lambda batch: batch[0])"), r"step.per_sample\(\) got a tensor of shape \(8, 3\)"),
