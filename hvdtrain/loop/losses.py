@@ -159,13 +159,13 @@ def is_sum_over(loss: Tensor, samples: int) -> bool:
     """Return whether a loss has a sum over the samples, which nothing divides by their number."""
     for node, factor in nodes_of_loss(loss, UNDIVIDED_NODES):
         sizes = getattr(node, "_saved_self_sym_sizes", ())
-        whole = type(node).__name__ == "SumBackward0" and node is root_of(loss) and list(sizes[:1]) == [samples]
+        whole = type(node).__name__ == "SumBackward0" and node is root_of_loss(loss) and list(sizes[:1]) == [samples]
         if (whole and not is_weighted(node)) or getattr(node, "_saved_reduction", MEAN) == SUM:
             return samples > 1 and abs(factor) * samples > 1.5
     return False
 
 
-def root_of(loss: Tensor) -> Any:
+def root_of_loss(loss: Tensor) -> Any:
     """Return the node of a loss without its factors."""
     return next((node for node, _ in nodes_of_loss(loss, FACTOR_NODES) if factor_of(node) == 1.0), None)
 

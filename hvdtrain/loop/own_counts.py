@@ -68,7 +68,7 @@ def identifiers(node: ast.AST) -> set[str]:
     return {getattr(one, "id", getattr(one, "attr", "")) for one in ast.walk(node)} - {""}
 
 
-def is_length(node: ast.AST, names: set[str]) -> bool:
+def is_length_of(node: ast.AST, names: set[str]) -> bool:
     """Return whether a node is `len(NAME)`."""
     return isinstance(node, ast.Call) and called(node) == "len" and ast.unparse(node.args[0]) in names
 
@@ -87,7 +87,7 @@ def steps_of_one_process(frame: FrameType, loader: object, steps: int) -> str:
         }  # fmt: skip
         lengths = {  # variables that are the length itself
             target.id: ast.unparse(one.value)
-            for one in inside(function) if isinstance(one, ast.Assign) and is_length(one.value, names)
+            for one in inside(function) if isinstance(one, ast.Assign) and is_length_of(one.value, names)
             for target in one.targets if isinstance(target, ast.Name)
         }  # fmt: skip
         for parts in statements_of(function):
@@ -96,7 +96,7 @@ def steps_of_one_process(frame: FrameType, loader: object, steps: int) -> str:
                 continue
             for factor in (one for part in parts for one in ast.walk(part) if isinstance(one, ast.BinOp)):
                 sides = [one for side in (factor.left, factor.right) for one in ast.walk(side)]
-                found = [ast.unparse(one) for one in sides if is_length(one, names)]
+                found = [ast.unparse(one) for one in sides if is_length_of(one, names)]
                 found += [lengths[one.id] for one in sides if isinstance(one, ast.Name) and one.id in lengths]
                 if found and isinstance(factor.op, ast.Mult | ast.Div):
                     name = found[0]
@@ -116,7 +116,11 @@ def sum_of_one_rank(frame: FrameType, loader: object) -> str:
         lengths = names | {f"{name}.dataset" for name in names}
         lengths |= {name for name, value in frame.f_locals.items() if value is loader.dataset}
         for one in inside(function):
-            if not isinstance(one, ast.BinOp) or not isinstance(one.op, ast.Div) or not is_length(one.right, lengths):
+            if (
+                not isinstance(one, ast.BinOp)
+                or not isinstance(one.op, ast.Div)
+                or not is_length_of(one.right, lengths)
+            ):
                 continue
             parts = {ast.unparse(part) for part in ast.walk(one.left) if isinstance(part, ast.expr)}
             if found := sorted(sums & parts):
