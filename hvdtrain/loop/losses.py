@@ -4,6 +4,7 @@ The graph of the loss is read, which torch keeps for the backward pass, and the 
 """
 
 import ast
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -39,19 +40,37 @@ def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Call
     multiplied it by that of the ranks.
     """
     require_unscaled(loss)
+    wrong = odd = ""
     passes = step.micro_batches // len(engine.own)
-    for number, pattern, what in ((passes, PASSES, "micro-batches of a step"), (engine.size, RANKS, "ranks")):
+    # Whatever graph and source the program has, they may not end it: it trains without these lines, too.
+    with contextlib.suppress(Exception):
+        wrong = factor_in_words(loss, passes, engine.size)
+        if say is not None and count is None and passes * engine.size > 1 and step.batch.count:
+            odd = what_else(loss, step.batch.count)
+    if wrong:
+        raise UserError(f"{wrong}: leave that out, gradients are means over all samples of the step")
+    if odd and say is not None:
+        say(f"warning: {odd}")
+
+
+def factor_in_words(loss: Tensor, passes: int, ranks: int) -> str:
+    """Return that the program has divided a loss by the number of micro-batches, or multiplied it by that of the ranks;
+    empty if it has not."""
+    for number, pattern, what in ((passes, PASSES, "micro-batches of a step"), (ranks, RANKS, "ranks")):
         if number > 1 and (how := scaled_by(loss, number)) and has_factor(pattern):
-            message = f"step.backward() got a loss {how} {number}, the number of {what}"
-            raise UserError(f"{message}: leave that out, gradients are means over all samples of the step")
-    if say is None or count is not None or passes * engine.size == 1:
-        return
-    if is_sum_over(loss, step.batch.count):
+            return f"step.backward() got a loss {how} {number}, the number of {what}"
+    return ""
+
+
+def what_else(loss: Tensor, samples: int) -> str:
+    """Return what a loss is, if it is no mean over samples, and what to do; empty if it may be one."""
+    if is_sum_over(loss, samples):
         remedy = "divide it by their number in the micro-batch, such as loss / len(labels)"
-        say(f"warning: the loss is a sum over the samples, and not their mean: {remedy}")
-    elif items := items_of(loss, step.batch.count):
+        return f"the loss is a sum over the samples, and not their mean: {remedy}"
+    if items := items_of(loss, samples):
         remedy = "give step.backward(loss, count=...) their number, or the sum of their weights"
-        say(f"warning: the loss is a mean over {items}, and not over samples: {remedy}")
+        return f"the loss is a mean over {items}, and not over samples: {remedy}"
+    return ""
 
 
 def require_unscaled(loss: Tensor) -> None:

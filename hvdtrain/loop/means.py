@@ -31,7 +31,9 @@ DIVISORS = {
     "__rdiv__": 0,
 }  # which argument of a quotient divides
 # Names of metrics of many samples, whatever library has computed them. Such values of each sample may be summed up.
-OF_MANY = re.compile(r"(^|_)(f1|fbeta|precision|recall|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)")
+OF_MANY = re.compile(
+    r"(^|_)(accuracy|acc|f1|fbeta|precision|recall|iou|miou|dice|jaccard|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)"
+)
 PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
 MOST_KEPT = 10_000  # scalars of a test set
 MOST_EXPONENT = 700.0  # of which exp is a number of float64

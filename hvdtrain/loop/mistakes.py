@@ -1,5 +1,6 @@
 """What an author may do wrong with a run and in a step, and what to do instead."""
 
+import contextlib
 import gc
 import re
 import traceback
@@ -99,15 +100,17 @@ class LaterParts:
     def require_none(self, frame: FrameType, parameters: Collection[nn.Parameter]) -> None:
         """Look into the variables of whoever takes the steps, and the attributes of what they hold. Raises UserError."""
         held = list(frame.f_locals.values())
-        held += [one for value in held for one in list(getattr(value, "__dict__", {}).values())]
+        for value in list(held):
+            # Any: an object of another library may not be asked for its attributes.
+            with contextlib.suppress(Exception):
+                held += list(vars(value).values())
         parts = [one for one in held if isinstance(one, torch.optim.Optimizer | lr_scheduler.LRScheduler)]
         if self._known is None:
             self._known = weakref.WeakSet(parts)
         for one in parts:
             optimizer = one.optimizer if isinstance(one, lr_scheduler.LRScheduler) else one
-            if one not in self._known and any(
-                p in parameters for group in optimizer.param_groups for p in group["params"]
-            ):
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if one not in self._known and any(parameter in parameters for parameter in own):
                 kind = type(one).__name__
                 if optimizer is one:
                     remedy = "give it to run.prepare(), before the loop, or set the rates of the first one"

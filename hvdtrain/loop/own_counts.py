@@ -32,17 +32,11 @@ def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]
             arguments = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
             given = [one for one in ast.walk(own) if isinstance(one, ast.Call) and called(one) == node.name]
             pairs = [pair for one in given for pair in zip(node.args.args, one.args, strict=False)]
-            passed = {parameter.arg: ast.unparse(value) for parameter, value in pairs}
-            if all_given := {name for name, value in passed.items() if value in local | outer}:
-                # Not one that is given another loader elsewhere.
-                yield (
-                    node,
-                    {
-                        name
-                        for name in all_given
-                        if all(ast.unparse(v) in local | outer for p, v in pairs if p.arg == name)
-                    },
-                )
+            others = {parameter.arg for parameter, value in pairs if ast.unparse(value) not in local | outer}
+            if (
+                names := {parameter.arg for parameter, _ in pairs} - others
+            ):  # not one that is given another loader elsewhere
+                yield node, names
             stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
             within = local if any(node is one for one in ast.walk(own)) else set[str]()
             if names := (outer | within) - arguments - stored:
