@@ -51,8 +51,8 @@ def test_a_sound_program(server, audited, tmp_path):
     assert code == 0, (said, progress)
     assert "1 rank, 36 steps" in said
     assert "two whole runs: the same bits" in said
-    assert "All that was seen held, in 4 kills. Seed 1" in said
-    assert "kill 4 of 4: while a file is written after step " in progress
+    assert "All that was seen held, in 5 kills. Seed 1" in said
+    assert "kill 4 of 5: while a file is written after step " in progress
     result = json.loads((tmp_path / "audit/audit.json").read_text())
     assert [kill["kill"].rpartition(", ")[2] for kill in result["kills"]] == [
         "SIGKILL of rank 0", "SIGTERM to the launcher", "SIGKILL of rank 0", "SIGXFSZ in the middle of a write",
