@@ -56,6 +56,7 @@ def test_a_sound_program(server, audited, tmp_path):
     result = json.loads((tmp_path / "audit/audit.json").read_text())
     assert [kill["kill"].rpartition(", ")[2] for kill in result["kills"]] == [
         "SIGKILL of rank 0", "SIGTERM to the launcher", "SIGKILL of rank 0", "SIGXFSZ in the middle of a write",
+        "SIGTERM to the launcher",
     ]  # fmt: skip
     assert result["kills"][3]["note"] == "torn: checkpoint.pt.tmp"
     assert {v["status"] for kill in result["kills"] for v in kill["verdicts"].values()} <= {"ok", "not seen"}
