@@ -68,18 +68,17 @@ def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order."""
     found = dict[str, list[str]]()
     for name, value in names.items():
-        if (
-            isinstance(value, dict)
-            and all(type(one) is str for one in value)
-            and all(type(n) is int for n in value.values())
-        ):
-            has, order = [sorted(value), sorted(value.values())], sorted(value.items())
-        elif isinstance(value, list | tuple) and all(type(one) is str for one in value):
+        if not isinstance(value, dict | list | tuple) or not 1 < len(value) <= MOST_NAMES:
+            continue
+        if any(type(one) is not str for one in value):
+            continue
+        if not isinstance(value, dict):
             has, order = sorted(value), list(value)
+        elif all(type(number) is int for number in value.values()):
+            has, order = [sorted(value), sorted(value.values())], sorted(value.items())
         else:
             continue
-        if 1 < len(value) <= MOST_NAMES:
-            found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
+        found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
     return found
 
 
@@ -279,7 +278,7 @@ class Carried:
         what = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         return f"{what} of {'the program' if code.co_name == '<module>' else f'{code.co_name}()'}"
 
-    def is_kept(self, owner: object, attribute: str) -> bool:
+    def is_used_before_set(self, owner: object, attribute: str) -> bool:
         """Return whether a method of an object, or the loop, may read this attribute before it is set anew."""
         with OF_THE_PROGRAM:
             kind, skipped = type(owner), ("__init__", "state_dict", "load_state_dict")

@@ -50,27 +50,38 @@ def tensors_held(what: object) -> dict[str, list[Tensor]]:
 
 def as_tensor(value: Any) -> Tensor | None:
     """Return a tensor, or one with the memory of an array; None for another object."""
-    if hasattr(value, "__array_interface__") and not isinstance(value, Tensor) and getattr(value, "shape", None):
+    if isinstance(value, Tensor):
+        return value
+    # An array that nobody can write into does not change.
+    if hasattr(value, "__array_interface__") and getattr(value, "shape", None) and value.flags.writeable:
         with contextlib.suppress(TypeError, ValueError):  # of texts or objects; a view that torch has not
             return torch.as_tensor(value)
-    return value if isinstance(value, Tensor) else None
+    return None
+
+
+def loaded_copy(what: Any, state: Any, shared: Mapping[int, object], reset: Callable[[Any], object]) -> Any:
+    """Return a copy of an object that has loaded its state, as a resumed run does. shared: by id, what is not copied. reset:
+    gives the copy other values before. What its load_state_dict prints is not shown."""
+    copied = copy.deepcopy(what, dict(shared))
+    reset(copied)
+    with contextlib.redirect_stdout(io.StringIO()):
+        copied.load_state_dict(copy.deepcopy(state))
+    return copied
 
 
 def is_restored(what: Any, attribute: str, shared: Mapping[int, object]) -> bool:
     """Return whether the load_state_dict of an object sets the tensors of an attribute as they are now. A copy is tried,
     whose tensors are zeros. shared: by id, what the copy does not copy."""
-    state, own = copy.deepcopy(what.state_dict()), vars(what)
-    others = {id(one): one for name, value in own.items() if name != attribute for one in tree_leaves(value)}
-    held = tensors_held(what)[attribute]
-    if sum(one.numel() for one in held) > MOST_COPIED:
-        return True
+    state, held = what.state_dict(), tensors_held(what)[attribute]
+    parts = [*tree_leaves(state), *held]
+    if sum(one.numel() for one in map(as_tensor, parts) if one is not None) > MOST_COPIED:
+        return True  # a copy might not fit into memory
+    others = {id(one): one for name, value in vars(what).items() if name != attribute for one in tree_leaves(value)}
+    others = {place: one for place, one in others.items() if as_tensor(one) is not None}
     with contextlib.suppress(Exception):  # any: of the author's own
-        large = {at: one for at, one in others.items() if as_tensor(one) is not None}
-        twin = copy.deepcopy(what, {**shared, **large})
-        for one in tensors_held(twin)[attribute]:
-            one.zero_()
-        with contextlib.redirect_stdout(io.StringIO()):
-            twin.load_state_dict(state)
+        twin = loaded_copy(
+            what, state, {**shared, **others}, lambda one: [x.zero_() for x in tensors_held(one)[attribute]]
+        )
         # Of a buffer that is not full, the rest may be zeros, which no state has.
         pairs = zip(tensors_held(twin)[attribute], held, strict=True)
         return all(torch.equal(one[now != 0], now[now != 0]) for one, now in pairs)
@@ -118,19 +129,19 @@ def forgotten(
     kept = {repr(one.item() if getattr(one, "shape", None) == () else one) for one in numbers}
     resumed = began | {name: value for name, value in changed.items() if repr(value) in kept}
     changed = {name: value for name, value in changed.items() if "." in name or repr(value) not in kept}
+
+    def begin_anew(copied: Any) -> None:
+        for name in changed:
+            *path, last = name.split(".")
+            vars(functools.reduce(getattr, path, copied))[last] = began[name]
+
     if changed:
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         if isinstance(what, nn.Module):
             tensors += [*what.parameters(), *what.buffers()]
         with contextlib.suppress(Exception):  # any: of the author's own
             # By identity, the copy shares tensors and `shared`: its load_state_dict writes the same values into them.
-            twin = copy.deepcopy(what, {**shared, **{id(one): one for one in tensors}})
-            for name in changed:
-                *path, last = name.split(".")
-                vars(functools.reduce(getattr, path, twin))[last] = began[name]
-            with contextlib.redirect_stdout(io.StringIO()):
-                twin.load_state_dict(copy.deepcopy(state))
-            resumed = numbers_of(twin)
+            resumed = numbers_of(loaded_copy(what, state, {**shared, **{id(one): one for one in tensors}}, begin_anew))
     lost = {name: resumed.get(name) for name, value in changed.items() if repr(resumed.get(name)) != repr(value)}
     for name in [name for name in changed if "." in name and name not in lost]:
         del began[name]
@@ -255,7 +266,9 @@ class Lacking:
         held, now = self._held[name], tensors_held(what)
         for attribute in [attribute for attribute, mark in held.items() if mark != mark_of(now.get(attribute, []))]:
             del held[attribute]
-            if attribute not in now or is_restored(what, attribute, shared) or not self._is_kept(what, attribute):
+            if attribute not in now or is_restored(what, attribute, shared):
+                continue
+            if self.carried is not None and not self.carried.is_used_before_set(what, attribute):
                 continue
             held.clear()
             torchs = callable(getattr(what, "persistent", None))
@@ -263,7 +276,3 @@ class Lacking:
             message = f"its {attribute} has changed, and a resumed run would begin with that of a new one"
             self._warn(f"run.register({name}=...): {message}", remedy)
             return
-
-    def _is_kept(self, what: Any, attribute: str) -> bool:
-        """Return whether the program keeps an attribute of an object from step to step, as far as its code tells."""
-        return self.carried is None or self.carried.is_kept(what, attribute)

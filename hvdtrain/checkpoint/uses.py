@@ -122,15 +122,18 @@ def attributes_set(code: CodeType) -> set[str]:
 
 
 @functools.cache
-def attributes_filled(code: CodeType) -> set[str]:
-    """Return the attributes that this code changes in place: `self.NAME[:] = values`, self.NAME.shuffle()."""
+def attributes_changed(code: CodeType) -> set[str]:
+    """Return the attributes that this code sets, or changes in place by `self.NAME[...] = values`; of __init__, none."""
+    if code.co_name == "__init__":
+        return set()
     lines = [one for one in dis.get_instructions(code) if one.opname not in ("PRECALL", "CACHE", "COPY", "SWAP")]
-    loads = [place for place, one in enumerate(lines) if one.opname == "LOAD_ATTR"]
-    return {
-        lines[place].argval
-        for place in loads
-        if any(one.opname in ("STORE_SUBSCR", "STORE_SLICE") for one in lines[place + 1 : place + 6])
+    filled = {
+        one.argval
+        for place, one in enumerate(lines)
+        if one.opname == "LOAD_ATTR"
+        and any(x.opname in ("STORE_SUBSCR", "STORE_SLICE") for x in lines[place + 1 : place + 6])
     }
+    return filled | attributes_set(code)
 
 
 @functools.cache

@@ -30,9 +30,9 @@ from hvdtrain.inputs.sameness import (
     Compared,
     compared_samples,
     difference_of_samples,
-    is_set_by_a_method,
     require_same,
     rows_of_dataset,
+    set_by_methods,
     split_of,
 )
 from hvdtrain.inputs.sharding import PlannedBatch, epoch_order, kept, mixed_seed, shard
@@ -66,7 +66,7 @@ class Loader(Input):
         self.split = self._first_split = self._split_now()
         engine.require_equal(DRAWN_SPLIT, self.split, SPLIT)
         self.rows = rows_of_dataset(given.dataset)
-        self.set_by_epoch = frozenset(name for name in self.rows if is_set_by_a_method(given.dataset, name))
+        self.set_by_epoch = set_by_methods(given.dataset, self.rows)
         self._read_sampler()
         require_batch_size(given, batch_size)
         self.may_leave_out = may_leave_out(given.collate_fn)

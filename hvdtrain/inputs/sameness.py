@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
-from hvdtrain.checkpoint.uses import attributes_filled, attributes_set, codes_of_program, frame_of_program
+from hvdtrain.checkpoint.uses import attributes_changed, codes_of_program, frame_of_program
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import difference_of_values as difference_of
@@ -235,12 +235,13 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
             ]
             if isinstance(part, TensorDataset):
                 text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
-                text += "".join(map(hash_of_numbers, rows))
-            elif is_dense(value) and (exact := hash_of_numbers(value)):
+                text += "".join(map(hash_of_exact, rows))
+            elif is_dense(value) and (exact := hash_of_exact(value)):
                 text = exact
             elif is_dense(value):
                 kind, *content = leaf_of(value)  # another kind of processor may round differently
-                text = repr([[f"{one:.6g}" for one in content[0]], content[1:]]) if content else kind
+                numbers = kind in ("exact", "near")  # else an array of objects
+                text = repr([[f"{one:.6g}" for one in content[0]], content[1:]]) if numbers else kind
             elif isinstance(value, (list, tuple, dict)) and rows and all(map(is_name, rows)):
                 text = json.dumps([len(value), names_of_rows(rows)])
             else:
@@ -249,26 +250,32 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
     return held
 
 
-def is_set_by_a_method(dataset: object, name: str) -> bool:
-    """Return whether a method of a data set, or of a part of it, or the program sets the attribute of this path, as
+def set_by_methods(dataset: object, names: Iterable[str]) -> frozenset[str]:
+    """Return those of these attributes, by path, that a method of a data set, or of a part of it, or the program sets, as
     set_epoch(epoch) does."""
-    *path, attribute = name.split(".")
-    owner = dataset
-    for part in path:
-        owner = getattr(owner, part, None)
-    methods = [one for base in type(owner).__mro__ for name, one in vars(base).items() if name != "__init__"]
-    codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
-    codes += [code for code in codes_of_program(frame_of_program()) if code.co_name != "__init__"]
-    return any(attribute in attributes_set(code) or attribute in attributes_filled(code) for code in codes)
+    of_program = set[str]().union(*map(attributes_changed, codes_of_program(frame_of_program())))
+    found = set[str]()
+    for name in names:
+        *path, attribute = name.split(".")
+        owner: Any = dataset
+        for part in path:
+            owner = getattr(owner, part, None)
+        methods = [one for base in type(owner).__mro__ for one in vars(base).values() if isinstance(one, FunctionType)]
+        if any(attribute in attributes_changed(one.__code__) for one in methods) or attribute in of_program:
+            found.add(name)
+    return frozenset(found)
 
 
-def hash_of_numbers(value: Any) -> str:
-    """Return a hash of all whole numbers in a tensor, such as labels, of which few may change; empty if it has other values,
-    or too many."""
-    tensor = torch.as_tensor(value)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_NUMBERS:
+def hash_of_exact(value: Any) -> str:
+    """Return a hash of all values in a tensor or an array of whole numbers, texts or dates, such as labels, of which few may
+    be others; empty if it has other values, or too many."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_floating_point():
+            return ""
+        value = value.detach().cpu().numpy()
+    if value.dtype.kind not in "biuUSMm" or value.size > MOST_NUMBERS:
         return ""
-    return hashlib.blake2b(tensor.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
 
 
 def is_transform(name: str, value: object) -> bool:

@@ -20,7 +20,7 @@ from hvdtrain.engines.modules import is_extra
 
 MOST_HEADER_BYTES = 2**26
 MOST_TENSORS = 100_000
-# By how they begin. As the length of a header, these would be larger than any.
+# By how they begin, where that is no length of a header.
 OTHER_FORMATS = {
     b"PK\x03\x04": "a file of torch.save, or another zip",
     b"\x1f\x8b": "compressed by gzip",
@@ -41,11 +41,11 @@ def refuse_large_header(path: Path) -> None:
     require_file(path)
     with path.open("rb") as file:
         first = file.read(8)
-        if other := next((what for begins, what in OTHER_FORMATS.items() if first.startswith(begins)), None):
-            raise ValueError(f"it is {other}, and not safetensors")
         length = int.from_bytes(first, "little")
         if length > MOST_HEADER_BYTES:
-            raise ValueError(f"its header of {length:,} bytes is larger than {MOST_HEADER_BYTES:,}")
+            other = next((what for begins, what in OTHER_FORMATS.items() if first.startswith(begins)), None)
+            large = f"its header of {length:,} bytes is larger than {MOST_HEADER_BYTES:,}"
+            raise ValueError(f"it is {other}, and not safetensors" if other else large)
         header = file.read(length)
     # safetensors makes an object for each tensor: a file of 67 MB with a million empty ones took 33 s and 2 GB.
     if header.count(b"{") > MOST_TENSORS + 1:  # each tensor is an object inside of one; look without the strings

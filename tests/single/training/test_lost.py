@@ -261,6 +261,7 @@ OTHERWISE = [
     (lambda order, at: Files([(f"{at}/{k}.png", k) for k in order]), "names"),
     (lambda order, at: ConcatDataset([Files([(f"{at}/{k}.png", k) for k in order])]), "datasets.names"),
     (lambda order, at: TensorDataset(X[order], Y[order]), "tensors"),
+    (lambda order, at: Holding(np.array([f"{k}.png" for k in order])), "held"),
 ]
 
 
@@ -449,3 +450,29 @@ def test_what_a_program_sets_in_its_data_set_for_an_epoch_is_left_alone(head, st
             Trained("--checkpoint-steps", "1", out=tmp_path, kill=kill, data=(DataLoader(data, 8),),
                     head=partial(lambda data, t, epoch: head(data, epoch), data))  # fmt: skip
     assert "of the run so far" not in capsys.readouterr().out
+
+
+class Holding(Dataset):
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+    def __len__(self):
+        return N
+
+
+HELD = {
+    "texts": np.array(["a", "b"]), "objects": np.array([{1}, None], dtype=object), "dates": np.array(["2020"], dtype="M8[Y]"),
+    "small": np.arange(3, dtype=np.uint16), "none": np.zeros((0, 3)), "in one place": np.broadcast_to(np.arange(3), (2, 3)),
+    "sparse": torch.eye(3).to_sparse(), "complex": torch.ones(2, dtype=torch.complex64),
+    "half": torch.ones(2, dtype=torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", HELD)
+def test_a_data_set_may_hold_arrays_of_any_kind(kind, tmp_path):
+    """One of texts, such as the names of files, ended in a traceback."""
+    Trained(out=tmp_path, data=(DataLoader(Holding(HELD[kind]), 8),), epochs=1)
