@@ -37,6 +37,7 @@ from hvdtrain.checkpoint.uses import (
     only_sets,
     reads,
     stores,
+    variables_of,
     words_from,
 )
 
@@ -52,16 +53,6 @@ MOST_NAMES = 100_000  # of classes, words, files
 NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
-
-
-def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:
-    """Return the variables in a frame, of this type."""
-    held = frame.f_locals
-    names = {name: value for name, value in held.items() if isinstance(value, kind)}
-    # Of a function, before Python 3.13, a copy that would stay; of others, the program's own names.
-    if type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        held.clear()
-    return names
 
 
 def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -349,7 +349,8 @@ class Checkpoints:
                     raise Failure(f"the best checkpoint, {path}, cannot be read ({error})") from error
                 contents.load_models(tensors, models)
                 for name, what in modules.items():
-                    contents.load_registered(name, what, contents.registered_state(tensors, name))
+                    if (state := contents.registered_state(tensors, name)) is not None:  # else registered since
+                        contents.load_registered(name, what, state)
         for model in (*models, *modules.values()):
             self.engine.broadcast_model(model)
 

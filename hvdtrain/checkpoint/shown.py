@@ -6,35 +6,14 @@ Unlike uses.py, this reads the program's source, which has its branches as they 
 """
 
 import ast
-import functools
-import linecache
 from types import CodeType
+
+from hvdtrain.checkpoint.uses import called, node_of, tree_of
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
 CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
 CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
-
-
-@functools.cache
-def tree_of(file: str) -> ast.Module | None:
-    """Return the syntax tree of a file of a program; None if it cannot be read."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def node_of(code: CodeType, tree: ast.Module) -> ast.AST | None:
-    """Return the function, or the module, of this code in its file; None if the file has become another one, or has none."""
-    if code.co_name == "<module>":
-        return tree
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-            continue
-        if code.co_firstlineno in (node.lineno, *(one.lineno for one in node.decorator_list)):
-            return node
-    return None
 
 
 def only_decides_prints(code: CodeType, name: str) -> bool:
@@ -55,13 +34,6 @@ def is_use(node: ast.AST, name: str) -> bool:
 
 def uses(node: ast.AST, name: str) -> bool:
     return any(is_use(inner, name) for inner in ast.walk(node))
-
-
-def called(node: ast.AST) -> str:
-    """Return the last part of the name of what an expression calls; empty if it is no call."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def is_harmless(node: ast.AST, name: str) -> bool:

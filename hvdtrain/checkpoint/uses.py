@@ -1,12 +1,16 @@
-"""What the code of a program does with a name: whether it may use a variable or an attribute before it sets it."""
+"""What the code of a program does with a name: whether it may use a variable or an attribute before it sets it. And where
+its variables and its source are."""
 
+import ast
 import bisect
 import dis
 import functools
+import inspect
+import linecache
 import re
 import sys
-from collections.abc import Sequence
 from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
@@ -162,6 +166,16 @@ def reads(code: CodeType, attribute: str) -> bool:
     return attribute in (*loads, *code.co_consts) or any(reads(one, attribute) for one in inner)
 
 
+def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:
+    """Return the variables in a frame, of this type."""
+    held = frame.f_locals
+    names = {name: value for name, value in held.items() if isinstance(value, kind)}
+    # Of a function, before Python 3.13, a copy that would stay; of others, the program's own names.
+    if type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        held.clear()
+    return names
+
+
 def frame_of_program() -> FrameType:
     """Return the frame of the program that has called hvdtrain."""
     frame = sys._getframe()
@@ -179,19 +193,6 @@ def codes_of_program(frame: FrameType) -> list[CodeType]:
     return list(codes)
 
 
-def lines_of(code: CodeType) -> list[list[dis.Instruction]]:
-    """Return the instructions of each line of this code."""
-    lines: dict[int | None, list[dis.Instruction]] = {}
-    for one in dis.get_instructions(code):
-        lines.setdefault(one.positions.lineno if one.positions else None, []).append(one)
-    return list(lines.values())
-
-
-def is_quotient_or_product(line: Sequence[dis.Instruction]) -> bool:
-    """Return whether a line multiplies or divides."""
-    return any(one.opname == "BINARY_OP" and one.argrepr.rstrip("=") in ("*", "/", "//") for one in line)
-
-
 def codes_of(what: object) -> list[CodeType]:
     """Return the code of a function and of what it wraps, of a property, a class method, or all that a class has."""
     parts: list[object] = []
@@ -205,3 +206,34 @@ def codes_of(what: object) -> list[CodeType]:
         parts = [vars(what).get("__wrapped__")]
     own = [what.__code__] if isinstance(what, FunctionType) else []
     return own + [code for one in parts for code in codes_of(one)]
+
+
+# ---- its source
+
+
+@functools.cache
+def tree_of(file: str) -> ast.Module | None:
+    """Return the syntax tree of a file of a program; None if it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def node_of(code: CodeType, tree: ast.Module) -> ast.AST | None:
+    """Return the function, or the module, of this code in its file; None if the file has become another one, or has none."""
+    if code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+            continue
+        if code.co_firstlineno in (node.lineno, *(one.lineno for one in node.decorator_list)):
+            return node
+    return None
+
+
+def called(node: ast.AST) -> str:
+    """Return the last part of the name of what an expression calls; empty if it is no call."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

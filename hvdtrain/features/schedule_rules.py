@@ -38,13 +38,11 @@ class ScheduleRules(Feature):
                 lines = [*lines, sum_of_one_rank(frame_of_program(), run.data.given[0])]
         for line in filter(None, lines):
             run.say(f"warning: {line}")
-        self._before = positions(registered, steps) if steps != epochs else {}
-        self._others = positions(registered, None)
+        self._before, self._steps = positions(registered), steps if steps != epochs else None
 
     def after_step(self, step: Step) -> None:
         if not step.left_out:
-            require_stepped(self._run.checkpoints.registered, self._before)
-            require_stepped_once(self._run.checkpoints.registered, self._others)
+            require_stepped(self._run.checkpoints.registered, self._before, self._steps)
         self._run.features.drop(self)
 
 
@@ -58,12 +56,12 @@ def length_of_lambdas(scheduler: object, steps: int, epochs: int, factors: Colle
         return None
     with contextlib.suppress(Exception):  # any: the functions are the author's
         for factor in scheduler.lr_lambdas:
-            # A cosine of epochs is 0 at their number, and again at odd multiples.
-            if abs(factor(steps)) < 1e-6 or abs(factor(epochs)) < 1e-9:
+            if abs(factor(steps)) < 1e-6:
                 continue
             for many in sorted(factors):  # an epoch may end in a smaller step
                 for end in range(max(steps, many * max(0, steps - epochs)) + 1, many * steps + 1):
                     if abs(factor(end)) < 1e-9:
+                        # As a cosine of epochs, which is 0 at their number, and again at odd multiples.
                         restarts = any(abs(factor(step)) < 1e-9 for step in range(1, min(end, MOST_TRIED)))
                         return None if restarts else end
     return None
@@ -91,35 +89,28 @@ def require_length(
     return warnings
 
 
-def positions(registered: Mapping[str, Any], steps: int | None) -> dict[str, int]:
-    """Return how often each scheduler was stepped of those that are made for `steps` steps; None: of those that have no
-    length."""
+def positions(registered: Mapping[str, Any]) -> dict[str, int]:
+    """Return how often each scheduler was stepped."""
     schedulers = {name: what for name, what in registered.items() if isinstance(what, lr_scheduler.LRScheduler)}
-    return {name: int(what.last_epoch) for name, what in schedulers.items() if length_of(what) == steps}
+    return {name: int(what.last_epoch) for name, what in schedulers.items()}
 
 
-def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
-    """Raise UserError after a step if a scheduler that is made for the run's steps was not stepped once in it.
+def require_stepped(registered: Mapping[str, Any], before: Mapping[str, int], steps: int | None) -> None:
+    """Raise UserError after a step if a scheduler that is made for the run's steps was not stepped once in it, or one
+    without a length several times, as in each micro-batch.
 
-    before: its `positions` before the step.
+    before: their `positions` before the step. steps: of the run; None: it has as many epochs.
     """
     for name, position in before.items():
-        times = int(registered[name].last_epoch) - position
-        if times != 1:
-            message = f"{name}: {type(registered[name]).__name__} is made for the run's steps"
+        what, length = registered[name], length_of(registered[name])
+        times = int(what.last_epoch) - position
+        if length is None and times > 1:
+            message = f"{name}: {type(what).__name__} was stepped {times} times in a step"
+            raise UserError(f"{message}: call {name}.step() once, after the loop over step.batches()")
+        if steps is not None and length == steps and times != 1:
+            message = f"{name}: {type(what).__name__} is made for the run's steps"
             remedy = f"call {name}.step() once, after step.update()"
             raise UserError(f"{message}, and was stepped {times} times in one of them: {remedy}")
-
-
-def require_stepped_once(registered: Mapping[str, Any], before: Mapping[str, int]) -> None:
-    """Raise UserError after a step if a scheduler without a length was stepped several times in it, as in each micro-batch.
-
-    before: its `positions` before the step.
-    """
-    for name, position in before.items():
-        if (times := int(registered[name].last_epoch) - position) > 1:
-            message = f"{name}: {type(registered[name]).__name__} was stepped {times} times in a step"
-            raise UserError(f"{message}: call {name}.step() once, after the loop over step.batches()")
 
 
 def require_registered(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:

@@ -167,11 +167,12 @@ class Evaluation:
                 raise UserError("run.record(count=...) in one batch and not in another: give it in all, or in none")
             given = recorded("run.record", name, value)
             samples = tally.samples if self.whole or self._has_ended else self._in_batch
-            if not given.ndim and samples > 1:
+            has_rows = given.ndim > 1 or (given.ndim == 1 and (len(given) != 1 or self._in_batch == 1))
+            if not has_rows and samples > 1:
                 require_sum(
                     self._means, name, value, samples, count, first=name not in tally.sums, ended=self._has_ended
                 )
-            if given.ndim and (given.ndim > 1 or len(given) != 1 or self._in_batch == 1):
+            if has_rows:
                 tally.rows[name] = tally.rows.get(name, 0) + len(given)
             else:
                 tally.rows_in_sums[name] = tally.rows_in_sums.get(name, 0) + self._in_batch

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.shown import called, node_of, tree_of
-from hvdtrain.checkpoint.uses import frame_of_program
+from hvdtrain.checkpoint.uses import called, frame_of_program, node_of, tree_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 

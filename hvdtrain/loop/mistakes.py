@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import re
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from hvdtrain.checkpoint.uses import codes_of_program, frame_of_program, is_quotient_or_product, lines_of
+from hvdtrain.checkpoint.uses import variables_of
 from hvdtrain.engines.errors import UserError
 
 # Of `Run`: when, and the line with its remedy. Capitals stand for values.
@@ -52,7 +51,6 @@ REFUSALS = {
 }
 
 
-ROWS = re.compile("arange|label|target|offset")  # in a line that finds the rows of this rank in those of all
 BESIDE_STEPS: dict[type, str] = {
     enumerate: "enumerate(run.steps(...)) begins at 0 again in an epoch that is resumed: count by step.number",
     zip: "zip(run.steps(...), OTHER) begins OTHER again in an epoch that is resumed: give both data sets to run.steps",
@@ -79,17 +77,6 @@ def refusal(when: str, *, everywhere: bool = False, **values: object) -> UserErr
     return UserError(text, everywhere=everywhere)
 
 
-def by_the_rank() -> str:
-    """Return a warning if the program multiplies by its rank, as to find its rows in those of all; else an empty text."""
-    for code in codes_of_program(frame_of_program()):
-        for line in filter(is_quotient_or_product, lines_of(code)):
-            words = [str(one.argval) for one in line]
-            if "rank" in words and any(map(ROWS.search, words)):
-                message = "run.gather() got unequal numbers of rows, and the program multiplies by its rank"
-                return f"warning: {message}: the rows of a rank begin at step.batch.first"
-    return ""
-
-
 class LaterParts:
     """Notices optimizers and schedulers that a program makes in its loop, for a second stage: the step goes on with those of
     before, and no checkpoint has these."""
@@ -99,7 +86,7 @@ class LaterParts:
 
     def require_none(self, frame: FrameType, parameters: Collection[nn.Parameter]) -> None:
         """Look into the variables of whoever takes the steps, and the attributes of what they hold. Raises UserError."""
-        held = list(frame.f_locals.values())
+        held = list(variables_of(frame).values())
         for value in list(held):
             # Any: an object of another library may not be asked for its attributes.
             with contextlib.suppress(Exception):

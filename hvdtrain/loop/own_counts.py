@@ -1,4 +1,4 @@
-"""What a program computes by itself with the length of its loader or its data set, as for one process.
+"""What a program computes by itself with the length of its loader or its data set, as for one process, and with its rank.
 
 Its source is read: where it multiplies or divides by `len(loader)`, and knows nothing of ranks there.
 """
@@ -11,8 +11,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from hvdtrain.checkpoint.shown import SAYING, called, node_of, tree_of
+from hvdtrain.checkpoint.shown import SAYING
+from hvdtrain.checkpoint.uses import called, node_of, tree_of, variables_of
 
+OF_ROWS = re.compile("arange|label|target|offset")  # where the rows of a rank are sought
 # In what makes a length that of all ranks, or of samples; and in a speed.
 OF_ALL = re.compile("size|world|accum|ranks|replicas|batch|total_steps|time|second|clock|per_step")
 
@@ -23,7 +25,7 @@ def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]
     own = None if tree is None else node_of(frame.f_code, tree)
     if tree is None or own is None:
         return
-    local = {name for name, value in frame.f_locals.items() if value is what}
+    local = {name for name, value in variables_of(frame).items() if value is what}
     outer = {name for name, value in frame.f_globals.items() if value is what}
     if names := local | outer:
         yield own, names
@@ -108,16 +110,25 @@ def sum_of_one_rank(frame: FrameType, loader: object) -> str:
         adding = [one for one in inside(function) if isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Add)]
         sums = {ast.unparse(one.target) for one in adding}
         lengths = names | {f"{name}.dataset" for name in names}
-        lengths |= {name for name, value in frame.f_locals.items() if value is loader.dataset}
-        for one in inside(function):
-            if (
-                not isinstance(one, ast.BinOp)
-                or not isinstance(one.op, ast.Div)
-                or not is_length_of(one.right, lengths)
-            ):
-                continue
+        lengths |= {name for name, value in variables_of(frame).items() if value is loader.dataset}
+        quotients = [one for one in inside(function) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div)]
+        for one in [one for one in quotients if is_length_of(one.right, lengths)]:
             parts = {ast.unparse(part) for part in ast.walk(one.left) if isinstance(part, ast.expr)}
             if found := sorted(sums & parts):
                 message = f"{found[0]} / {ast.unparse(one.right)} has the samples of this rank alone"
                 return f"{message}: step.record() and step.loss are of all ranks"
+    return ""
+
+
+def rows_by_the_rank(frame: FrameType) -> str:
+    """Return a warning if the program finds the rows of this rank by a product with its number, `arange(n) + n * run.rank`;
+    else an empty text. Ranks may have unequal numbers of rows."""
+    tree = tree_of(frame.f_code.co_filename)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Module)] if tree else []
+    for parts in (parts for function in functions for parts in statements_of(function)):
+        factors = [one for part in parts for one in ast.walk(part) if isinstance(one, ast.BinOp)]
+        by_rank = any(isinstance(one.op, ast.Mult) and "rank" in identifiers(one) for one in factors)
+        if by_rank and any(map(OF_ROWS.search, set[str]().union(*map(identifiers, parts)))):
+            message = "run.gather() got unequal numbers of rows, and the program multiplies by its rank"
+            return f"warning: {message}: the rows of a rank begin at step.batch.first"
     return ""

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.saving import Checkpoints
+from hvdtrain.checkpoint.uses import frame_of_program
 from hvdtrain.engines.base import Engine
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.sources import Data
 from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.feature import Feature, Features
-from hvdtrain.loop.mistakes import LaterParts, by_the_rank, refusal
+from hvdtrain.loop.mistakes import LaterParts, refusal
+from hvdtrain.loop.own_counts import rows_by_the_rank
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
 from hvdtrain.loop.step import Shared
@@ -98,7 +100,11 @@ class RunTools:
             )
         step = self._shared.step if self._shared is not None else None
         gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
-        if step is not None and len(gathered) != self.size * len(rows) and (line := by_the_rank()):
+        if (
+            step is not None
+            and len(gathered) != self.size * len(rows)
+            and (line := rows_by_the_rank(frame_of_program()))
+        ):
             self.output.say_once(line)
         return gathered
 

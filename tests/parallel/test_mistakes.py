@@ -384,3 +384,27 @@ def test_a_metric_that_one_rank_alone_records_is_refused(engine, data):
         assert run.evaluation["own"] == 2.0
         with pytest.raises(UserError, match=r"run.record\(own=...\) was not called on rank 1"):
             evaluate_alone(run)
+
+
+def test_a_rate_of_a_rank_alone_is_the_cause(engine):
+    """A scheduler by the loss of each rank: "check that host's memory"."""
+    waits = contextlib.nullcontext()
+    if engine.size > 1:
+        match = r"first in weight, between steps 0 and 1: the learning rate is 0.1 on rank 0 and 1.1 on rank \d: give a"
+        waits = pytest.raises(Failure, match=match)
+
+    def each(run, rows, last):
+        run.prepared().optimizers[0].param_groups[0]["lr"] = 0.1 + (last and engine.size > 1)
+
+    with waits:
+        program(engine, each=each)
+
+
+def test_rows_of_all_ranks_are_not_to_be_recorded_in_an_evaluation(engine, capsys):
+    with a_run(engine) as run:
+        run.prepare(net := nn.Linear(3, 1), sgd(net))
+        with run.evaluating(N) as mine:
+            run.gather(X[mine])
+            run.record(loss=torch.zeros(N)[mine])
+    line = "warning: run.gather() inside of run.evaluating() returns the rows of all ranks: record values of this rank there"
+    assert capsys.readouterr().out.count(line) == (engine.rank == 0 and engine.size > 1)

@@ -266,7 +266,7 @@ class Recorder:
         self.modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.scaler: Any = None
         self.limit = 0  # of a file, in bytes
-        self.changed: list[str] = []  # files under {out} that were opened for writing or renamed since the last step
+        self.changed = 0  # how often a file under {out} was opened for writing or renamed since the last step
         self.last_change = 0  # the number of the change before which the process is to end; 0: of none
         if ORDER["whole"] or (ORDER["kill"] or {}).get("place") == "between":
             sys.addaudithook(self.changes)
@@ -317,8 +317,8 @@ class Recorder:
         path, flags = (arguments[0], arguments[2]) if event == "open" else (arguments[1], os.O_WRONLY)
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
         if writes and isinstance(path, str | os.PathLike) and str(os.fspath(path)).startswith(ORDER["out"] + os.sep):
-            self.changed.append(str(os.fspath(path)))
-            if len(self.changed) == self.last_change:
+            self.changed += 1
+            if self.changed == self.last_change:
                 end_process("one")
 
     def reads(self) -> bool:
@@ -371,9 +371,9 @@ class Recorder:
             buffers=digest(*map(raw, persistent_buffers(self.modules.values()))), random=self.random or generators(),
             contents=array.array("I", [row[0] for row in self.rows]).tobytes().hex(), indices=[row[1] for row in self.rows],
             loss=[repr(float(loss)) for loss in self.losses], scale=scale,
-            file=self.files.newest(optimizer) if rank() == 0 else [], changes=len(self.changed),
+            file=self.files.newest(optimizer) if rank() == 0 else [], changes=self.changed,
         )  # fmt: skip
-        self.rows, self.losses, self.random, self.changed = [], [], None, []
+        self.rows, self.losses, self.random, self.changed = [], [], None, 0
         self.steps, self.calls = self.steps + 1, 0
         yield "step"
 

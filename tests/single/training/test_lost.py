@@ -464,7 +464,7 @@ class Holding(Dataset):
 
 
 HELD = {
-    "texts": np.array(["a", "b"]), "objects": np.array([{1}, None], dtype=object), "dates": np.array(["2020"], dtype="M8[Y]"),
+    "texts": np.array(["a", "b"]), "objects": np.array([{1}, None]), "dates": np.array(["2020"], dtype="M8[Y]"),
     "small": np.arange(3, dtype=np.uint16), "none": np.zeros((0, 3)), "in one place": np.broadcast_to(np.arange(3), (2, 3)),
     "sparse": torch.eye(3).to_sparse(), "complex": torch.ones(2, dtype=torch.complex64),
     "half": torch.ones(2, dtype=torch.bfloat16),

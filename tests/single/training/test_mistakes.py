@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.checkpoint.shown import tree_of
+from hvdtrain.checkpoint.uses import tree_of
 from hvdtrain.engines.errors import Failure, UserError
 from tests.e2e.launchers import summary
 from tests.single.training.small import X, Y, flags_for, network
@@ -142,6 +142,13 @@ MISTAKES = {
     "clipping in the loop": (
         dict(before="flags.accumulate = 2", in_batches="nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
         r"gradients were changed in the loop over step.batches\(\), before they are those of the global batch"),
+    "clipping of scaled gradients": (
+        dict(before="flags.amp = 'fp16'", in_batches="nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
+        r"gradients were changed in the loop over step.batches\(\), before they are those of the global batch"),
+    "a schedule in each micro-batch": (
+        dict(before="flags.accumulate = 2", in_batches="scheduler.step()",
+             prepared="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9); run.register(scheduler=scheduler)"),
+        r"^scheduler: StepLR was stepped 2 times in a step: call scheduler.step\(\) once, after the loop over step.batches"),
     "gradients set to 0 in each micro-batch": (
         dict(before="flags.accumulate = 2", before_loss="model.zero_grad(set_to_none=False)"), "were cleared: leave zero_grad"),
     "a norm of 0": (dict(update="step.update(clip_norm=0)"), r"clip_norm=0\): give it a number above 0"),
@@ -238,6 +245,13 @@ MISTAKES = {
     "a share of all after the batches": (
         dict(after="right = 0\n        with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: right += 1\n"
              "            run.record(right=right / len(DATA))"), r"^run.record\(right=...\) got a mean"),
+    "the average of the means of batches": (
+        dict(before="losses = []", after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: "
+             "losses.append(F.mse_loss(model(x), y).item())\n            run.record(loss=sum(losses[-5:]) / 5)"),
+        r"^run.record\(loss=...\) got a mean"),
+    "a percentage in place": (
+        dict(after="with run.evaluating(len(X)): run.record(right=(Y > 0).float().sum(0).mul_(100.0 / len(X)))"),
+        r"^run.record\(right=...\) got a mean"),
     "the root of a mean": (
         dict(after="with run.evaluating(len(X)): run.record(error=F.mse_loss(model(X), Y).sqrt())"), r"^run.record\(error=...\) got a mean"),
     "the logarithm of a mean": (
@@ -460,6 +474,14 @@ RIGHT = {  # what looks like a mistake, and is right
     ),
     "the mean times the number of samples in place": dict(
         after="with run.evaluating(len(X)): l = F.mse_loss(model(X), Y); l *= X.size(0); run.record(loss=l)"
+    ),
+    "the mean over tokens times their number": dict(
+        after="with run.evaluating(len(X)): run.record(loss=F.mse_loss(model(X), Y) * 7, count=7)"
+    ),
+    "an optimizer around another that does not call super().__init__()": dict(
+        before="class Around(torch.optim.Optimizer):\n    def __init__(self, inner): self.inner, self.state = inner, inner.state\n"
+        "    param_groups = property(lambda self: self.inner.param_groups)\n    def step(self): self.inner.step()",
+        prepare="net, Around(torch.optim.SGD(net.parameters(), lr=0.1))",
     ),
     "a hundred samples": dict(after="with run.evaluating(100): run.record(loss=F.mse_loss(model(X), Y).item() * 100)"),
     "the sum of those of single samples": dict(

@@ -277,3 +277,10 @@ def test_a_scripted_model_is_resumed_to_the_bit(tmp_path):
         Trained("--checkpoint-steps", "1", out=tmp_path / "apart", net=scripted, epochs=6, kill=13)
     apart = Trained(out=tmp_path / "apart", net=scripted, epochs=6)
     assert torch.equal(whole.weights(), apart.weights())
+
+
+@pytest.mark.parametrize(("tail", "told"), [(lambda t, epoch: t.net.eval(), 1), (lambda t, epoch: t.net[1].eval(), 0)])
+def test_a_model_that_is_left_in_evaluation_mode_is_said_once(tail, told, capsys):
+    Trained(epochs=3, tail=tail)
+    line = "a model that was in training mode in the epoch before is in evaluation mode: write net.train() at the head"
+    assert capsys.readouterr().out.count(line) == told

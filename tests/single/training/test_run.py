@@ -3,6 +3,7 @@
 import decimal
 import math
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar
@@ -578,3 +579,18 @@ def test_the_loss_over_a_step_is_added_up_in_32_bits(dtype):
 
     Trained("--accumulate", "40", "--log-steps", "1", net=nn.Linear(3, 1).to(dtype), lr=0.0, epochs=1, batch_size=1,
             data=[N], loss=loss, count=torch.tensor(4001), each=each)  # fmt: skip
+
+
+def test_what_a_program_drops_in_its_loop_is_freed():
+    """A look at the variables of a function keeps them all until the next one, before Python 3.13."""
+    with training.start(flags_for(epochs=1)) as run:
+        model, _ = run.prepare(net := network(), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            held = nn.Linear(1, 1)
+            gone = weakref.ref(held)
+            for step in run.steps(X, Y):
+                held = None
+                assert gone() is None
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(model(x), y))
+                step.update()
