@@ -166,7 +166,7 @@ def test_replicas_of_a_host_are_compared_between_exchanges(engine, every, compar
                 t.net[0].weight[0] += 1.0
 
     flags = f"--sync-within host --sync-every {every} --check-steps {compared}".split()
-    with pytest.raises(Failure, match=f"between steps 0 and {spoilt_at}") as raised:
+    with pytest.raises(Failure, match=f"between steps {spoilt_at - 1} and {spoilt_at}") as raised:
         train(engine, *flags, each=spoil)
     assert raised.value.everywhere
     assert f"rank {engine.size - 1}" in str(raised.value)
