@@ -10,7 +10,6 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.lacking import Lacking
 from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor_checksum
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
@@ -18,6 +17,7 @@ from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import named_parameters, uncompiled_name
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
+from hvdtrain.program.lacking import Lacking
 
 GroupSettings = list[list[dict[str, Any]]]  # of the parameter groups of each optimizer
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint import checkpoint, contents
-from hvdtrain.checkpoint.carried import Carried
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.objects import Objects
 from hvdtrain.checkpoint.own import (
@@ -47,6 +46,7 @@ from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.program.carried import Carried
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.mirror import Mirror

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from hvdtrain.checkpoint.uses import frame_of_program
 from hvdtrain.engines.errors import UserError
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.optim import is_scheduled, length_of
-from hvdtrain.loop.own_counts import steps_of_one_process, sum_of_one_rank
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
+from hvdtrain.program.own_counts import steps_of_one_process, sum_of_one_rank
+from hvdtrain.program.uses import frame_of_program
 
 MOST_TRIED = 10_000  # steps
 

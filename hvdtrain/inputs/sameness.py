@@ -24,10 +24,10 @@ from torch.utils.data import (
 )
 
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
-from hvdtrain.checkpoint.uses import attributes_changed, codes_of_program, frame_of_program
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import difference_of_values as difference_of
+from hvdtrain.program.uses import attributes_changed, codes_of_program, frame_of_program
 
 COMPARED = 8  # samples
 SECONDS = 0.5  # after which no further sample is read

@@ -31,7 +31,7 @@ from hvdtrain.engines.modules import (
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sameness import SPLIT, split_of
 from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators, shard
-from hvdtrain.loop.means import Means, require_sum
+from hvdtrain.program.means import Means, require_sum
 
 
 class CutShort(BaseException):

@@ -28,14 +28,14 @@ from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evaluation_modes
-from hvdtrain.loop.means import Means
-from hvdtrain.loop.mistakes import beside_steps, refusal
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
 from hvdtrain.loop.stopping import Decision, Stopped
 from hvdtrain.loop.tools import RunTools
 from hvdtrain.output.metric_names import require_free
+from hvdtrain.program.means import Means
+from hvdtrain.program.mistakes import beside_steps, refusal
 
 
 class Run(RunTools):

@@ -17,12 +17,12 @@ from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
 from hvdtrain.loop.prepare import PARAMETER_ADDED, Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import require_free
+from hvdtrain.program.mistakes import Outputs, backward_explained, instead_of_a_loss
 
 if TYPE_CHECKING:
     from hvdtrain.loop.counts import Counts
     from hvdtrain.loop.feature import Features
     from hvdtrain.loop.gather import Rehearsals
-    from hvdtrain.loop.mistakes import Outputs
     from hvdtrain.output.clock import Clock
 
 UPDATE = "call step.update() after the loop over step.batches()"
@@ -264,8 +264,6 @@ class Step:
         self._uncounted, self._passes, self.backwards = set(), 0, {}
         self._gradients = {}
         if count > 1 and len(prepared.optimizers) > 1:
-            from hvdtrain.loop.mistakes import Outputs
-
             self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
             self._outputs.begin(loop)
 
@@ -290,13 +288,12 @@ class Step:
         if batch is None:
             raise UserError(f"step.backward() outside of step.batches(): {BACKWARD}")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            from hvdtrain.loop.mistakes import instead_of_a_loss
-
             raise UserError(f"step.backward() got {instead_of_a_loss(loss)}")
         if self.number == 1:
-            from hvdtrain.loop.losses import look_at
+            from hvdtrain.program.losses import look_at
 
-            look_at(loss, count, self, self._shared.engine, None if self._passes else self._shared.say)
+            passes, say = self.micro_batches // len(self._shared.own), None if self._passes else self._shared.say
+            look_at(loss, count is not None, batch.count, passes, self._shared.engine.size, say)
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
@@ -370,8 +367,6 @@ class Step:
             try:
                 scaled.backward(inputs=inputs)
             except Exception as error:
-                from hvdtrain.loop.mistakes import backward_explained
-
                 for one in prepared.optimizers:  # Horovod's own error for a sparse gradient does not name it
                     prepared.require_dense(one)
                 if (mistake := backward_explained(error, self.number)) is None:

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.saving import Checkpoints
-from hvdtrain.checkpoint.uses import frame_of_program
 from hvdtrain.engines.base import Engine
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.sources import Data
 from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.feature import Feature, Features
-from hvdtrain.loop.mistakes import LaterParts, refusal
-from hvdtrain.loop.own_counts import rows_by_the_rank
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
 from hvdtrain.loop.step import Shared
@@ -25,6 +22,9 @@ from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.program.mistakes import LaterParts, refusal
+from hvdtrain.program.own_counts import rows_by_the_rank
+from hvdtrain.program.uses import frame_of_program
 
 
 class RankAndSize(NamedTuple):

@@ -1,6 +1,8 @@
 """The house: imports go one way, a name means one thing, and a file is found by its name."""
 
 import ast
+import re
+import subprocess
 from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -44,6 +46,13 @@ def test_imports_make_no_circle_annotations_included():
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
     unused = [pair for pair in FOR_ANNOTATIONS if pair[1] not in imported(FILES[pair[0]])]
     assert not unused, "take them out of FOR_ANNOTATIONS"
+
+
+def test_what_reads_programs_knows_no_loop():
+    """The loop, inputs and checkpoints ask it. Of checkpoints, it uses how states are read and compared."""
+    used = set[str]().union(*(imported(path) for name, path in FILES.items() if name.startswith("hvdtrain.program.")))
+    others = {name for name in used if not name.startswith(("hvdtrain.program.", "hvdtrain.engines."))}
+    assert others == {"hvdtrain.checkpoint.own", "hvdtrain.checkpoint.randomness"}
 
 
 def names_in(path: Path) -> set[str]:
@@ -102,3 +111,10 @@ def test_a_module_defines_a_name_once():
     paths = [*FILES.values(), *(root / "launch").glob("*.py"), *(root / "tests").rglob("*.py"), root / "launch/setup"]
     twice = {str(path.relative_to(root)): Counter(top_names(path)).most_common(1) for path in paths}
     assert {name: most[0][0] for name, most in twice.items() if most and most[0][1] > 1} == {}
+
+
+def test_files_that_contributing_names_exist():
+    written = re.findall(r"(?<![\w.])[\w/]+\.(?:py|sh)\b", (PACKAGE.parent / "CONTRIBUTING.md").read_text())
+    named = subprocess.run(["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    known = {Path(name).name for name in named.stdout.split()}
+    assert not {one for one in written if Path(one).name not in known}

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdtrain import training
-from hvdtrain.checkpoint.uses import tree_of
 from hvdtrain.engines.errors import Failure, UserError
+from hvdtrain.program.uses import tree_of
 from tests.e2e.launchers import summary
 from tests.single.training.small import X, Y, flags_for, network
 

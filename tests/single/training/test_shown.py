@@ -1,8 +1,8 @@
-"""A value that only decides what is printed is no state of a training: checkpoint/shown.py."""
+"""A value that only decides what is printed is no state of a training: program/shown.py."""
 
 import pytest
 
-from hvdtrain.checkpoint.shown import only_decides_prints
+from hvdtrain.program.shown import only_decides_prints
 
 CHANGES_ONLY = "for step in steps:\n    kept = kept + 1\n    kept += 1"
 PRINTS = {

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
-from hvdtrain.checkpoint.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark, Reached, Reading, is_plain
-from hvdtrain.checkpoint.shown import only_decides_prints
-from hvdtrain.checkpoint.uses import (
+from hvdtrain.program.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.program.shown import only_decides_prints
+from hvdtrain.program.uses import (
     ATTRIBUTES,
     OF_ALL_NAMES,
     VARIABLES,

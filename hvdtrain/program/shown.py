@@ -8,7 +8,7 @@ Unlike uses.py, this reads the program's source, which has its branches as they 
 import ast
 from types import CodeType
 
-from hvdtrain.checkpoint.uses import called, node_of, tree_of
+from hvdtrain.program.uses import called, node_of, tree_of
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.checkpoint.carried import Carried
-from hvdtrain.checkpoint.reached import mark_of
 from hvdtrain.engines.portable import has_memory
+from hvdtrain.program.carried import Carried
+from hvdtrain.program.reached import mark_of
 
 
 def numbers_of(what: object, apart: Sequence[object] = (), *, within: bool = True) -> dict[str, Any]:

@@ -8,17 +8,13 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.uses import called, frame_of_program, node_of, tree_of
-from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-
-if TYPE_CHECKING:
-    from hvdtrain.loop.step import Step
+from hvdtrain.program.uses import called, frame_of_program, node_of, tree_of
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
@@ -31,21 +27,23 @@ PASSES = re.compile(r"^(?!.*loss).*accum")
 RANKS = re.compile(r"world_size|num_replicas|^(run|hvd|engine)\.size$")
 
 
-def look_at(loss: Tensor, count: object, step: "Step", engine: Engine, say: Callable[[str], object] | None) -> None:
-    """Look at the first loss of a run, which `step.backward` got. say: called with a warning;
-    None: another loss of this step was looked at.
+def look_at(
+    loss: Tensor, counted: bool, samples: int, passes: int, ranks: int, say: Callable[[str], object] | None
+) -> None:
+    """Look at the first loss of a run, which `step.backward` got. counted: whether it got a count, too. samples: of this
+    micro-batch. passes: micro-batches of a rank in a step. say: called with a warning; None: another loss of this step was
+    looked at.
 
     Raises UserError if a GradScaler has multiplied it, or the program has divided it by the number of micro-batches or
     multiplied it by that of the ranks.
     """
     require_unscaled(loss)
     wrong = odd = ""
-    passes = step.micro_batches // len(engine.own)
     # Whatever graph and source the program has, they may not end it: it trains without these lines, too.
     with contextlib.suppress(Exception):
-        wrong = factor_in_words(loss, passes, engine.size)
-        if say is not None and count is None and passes * engine.size > 1 and step.batch.count:
-            odd = what_else(loss, step.batch.count)
+        wrong = factor_in_words(loss, passes, ranks)
+        if say is not None and not counted and passes * ranks > 1 and samples:
+            odd = what_else(loss, samples)
     if wrong:
         raise UserError(f"{wrong}: leave that out, gradients are means over all samples of the step")
     if odd and say is not None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from hvdtrain.checkpoint.uses import variables_of
 from hvdtrain.engines.errors import UserError
+from hvdtrain.program.uses import variables_of
 
 # Of `Run`: when, and the line with its remedy. Capitals stand for values.
 REFUSALS = {

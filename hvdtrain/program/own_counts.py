@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from hvdtrain.checkpoint.shown import SAYING
-from hvdtrain.checkpoint.uses import called, node_of, tree_of, variables_of
+from hvdtrain.program.shown import SAYING
+from hvdtrain.program.uses import called, node_of, tree_of, variables_of
 
 OF_ROWS = re.compile("arange|label|target|offset")  # where the rows of a rank are sought
 # In what makes a length that of all ranks, or of samples; and in a speed.
