@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.program.uses import called, frame_of_program, node_of, tree_of
+from hvdtrain.program.uses import called, frame_of_program, functions_of, node_of, tree_of
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
@@ -124,7 +124,7 @@ def has_factor(pattern: re.Pattern[str]) -> bool:
     function = None if tree is None else node_of(code, tree)
     if tree is None or function is None:
         return False
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in functions_of(tree)}
     waiting = [(one.args[0], function) for one in ast.walk(function) if called(one) == "backward" and one.args]  # type: ignore[attr-defined] # a call
     seen = set[ast.AST]()
     while waiting:

@@ -4,6 +4,7 @@ Its source is read: where it multiplies or divides by `len(loader)`, and knows n
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from types import FrameType
@@ -12,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from hvdtrain.program.shown import SAYING
-from hvdtrain.program.uses import called, node_of, tree_of, variables_of
+from hvdtrain.program.uses import called, functions_of, node_of, tree_of, variables_of
 
 OF_ROWS = re.compile("arange|label|target|offset")  # where the rows of a rank are sought
 # In what makes a length that of all ranks, or of samples; and in a speed.
@@ -27,22 +28,28 @@ def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]
         return
     local = {name for name, value in variables_of(frame).items() if value is what}
     outer = {name for name, value in frame.f_globals.items() if value is what}
-    if names := local | outer:
-        yield own, names
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node is not own:
+    if not (known := local | outer):
+        return
+    yield own, known
+    calls = [one for one in ast.walk(own) if isinstance(one, ast.Call)]
+    inner = set(functions_of(own))
+    for node in functions_of(tree):
+        if node is not own:
             arguments = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
-            given = [one for one in ast.walk(own) if isinstance(one, ast.Call) and called(one) == node.name]
+            given = [one for one in calls if called(one) == node.name]
             pairs = [pair for one in given for pair in zip(node.args.args, one.args, strict=False)]
-            others = {parameter.arg for parameter, value in pairs if ast.unparse(value) not in local | outer}
+            others = {parameter.arg for parameter, value in pairs if ast.unparse(value) not in known}
             if (
                 names := {parameter.arg for parameter, _ in pairs} - others
             ):  # not one that is given another loader elsewhere
                 yield node, names
-            stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-            within = local if any(node is one for one in ast.walk(own)) else set[str]()
-            if names := (outer | within) - arguments - stored:
+            if names := (known if node in inner else outer) - arguments - names_stored(node):
                 yield node, names
+
+
+@functools.cache
+def names_stored(function: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
 def inside(function: ast.AST) -> Iterator[ast.AST]:

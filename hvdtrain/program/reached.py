@@ -7,6 +7,7 @@ import array
 import contextlib
 import datetime
 import enum
+import functools
 import gc
 import itertools
 import operator
@@ -37,6 +38,8 @@ SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enu
 BUFFERS = (bytearray, array.array, memoryview)
 HAVE_KEYS = (dict, UserDict, ChainMap, MappingProxyType, WeakKeyDictionary, WeakValueDictionary, type(os.environ))
 COLLECTIONS = (list, tuple, set, frozenset, deque, UserList, *HAVE_KEYS)
+MOST_TYPES = 10_000  # of which is kept what they are: the answers of `isinstance` take longest, as many are abstract
+UNFOLLOWED = {int, float, bool, str, bytes, type(None)}  # most parts of collections
 PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
 PARTS_OF_DATA = ("dataset", "datasets", "transform", "transforms", "target_transform")  # torch's and torchvision's
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
@@ -70,6 +73,29 @@ class GeneratorMark(str):
     """A hash of the state of a generator of random numbers."""
 
 
+class Kind(NamedTuple):
+    """What values of a type are. is_plain: they cannot be changed and hold nothing else."""
+
+    is_plain: bool
+    is_collection: bool
+    has_keys: bool
+
+
+@functools.lru_cache(MOST_TYPES)
+def what_type_is(which: type) -> Kind:
+    numpy = sys.modules.get("numpy")
+    plain = issubclass(which, SIMPLE) or (numpy is not None and issubclass(which, numpy.generic))
+    return Kind(plain, issubclass(which, COLLECTIONS), issubclass(which, HAVE_KEYS))
+
+
+def what_is(value: object) -> Kind:
+    """Return what a value is, as `isinstance` says."""
+    which = type(value)
+    if value.__class__ is which:
+        return what_type_is(which)  # type: ignore[arg-type] # a type is hashable
+    return Kind(is_plain(value), isinstance(value, COLLECTIONS), isinstance(value, HAVE_KEYS))  # a proxy
+
+
 def is_plain(value: object) -> bool:
     """Return whether `value` cannot be changed and holds nothing else: a number, also one of numpy, a text, None."""
     return isinstance(value, SIMPLE) or is_scalar(value)
@@ -94,12 +120,12 @@ def keeps_in_defaults(function: object) -> bool:
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
     )
-    return any(isinstance(one, COLLECTIONS) and not isinstance(one, tuple) for one in held or ())
+    return any(what_is(one).is_collection and not isinstance(one, tuple) for one in held or ())
 
 
 def parts_of(collection: Any) -> Iterator[tuple[object, Any]]:
     """Yield the first parts of a collection, with their keys or numbers."""
-    pairs = collection.items() if isinstance(collection, HAVE_KEYS) else enumerate(collection)
+    pairs = collection.items() if what_is(collection).has_keys else enumerate(collection)
     return itertools.islice(iter(pairs), MOST_PARTS)
 
 
@@ -136,7 +162,8 @@ class Reached:
 
     def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
         """Add what this path reaches."""
-        if is_plain(value):
+        kind = what_is(value)
+        if kind.is_plain:
             self.leaves[path] = Reading(self._mark(value), owner)
             return
         if isinstance(value, torch.optim.Optimizer | LRScheduler):  # prepared, registered, or refused
@@ -147,7 +174,7 @@ class Reached:
             if value.grad_fn is None:
                 self.leaves[path] = Reading(mark_of([value]), owner)
             return
-        inside = has_values(value) or isinstance(value, COLLECTIONS)
+        inside = kind.is_collection or has_values(value)
         if inside:
             self.leaves[path] = Reading(self._mark(value), owner)
         if id(value) in self._seen:
@@ -170,10 +197,10 @@ class Reached:
 
     def _followed_in(self, collection: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield the objects of the program in a collection, and in those within it."""
-        for key, one in parts_of(collection) if isinstance(collection, COLLECTIONS) and depth < DEEPEST else ():
-            if isinstance(one, COLLECTIONS):
+        for key, one in parts_of(collection) if what_is(collection).is_collection and depth < DEEPEST else ():
+            if what_is(one).is_collection:
                 yield from ((f"[{key!r}]{inner}", other) for inner, other in self._followed_in(one, depth + 1))
-            elif self._is_followed(one):
+            elif type(one) not in UNFOLLOWED and self._is_followed(one):
                 yield f"[{key!r}]", one
 
     def _held_by(self, path: str, value: Any, owner: object) -> Iterator[tuple[str, Any]]:
@@ -245,9 +272,12 @@ class Reached:
 
     def _mark(self, value: Any, depth: int = 0) -> object:
         """Return what shows whether an array or a collection changes: numbers, and the identity of others."""
-        if is_plain(value):
+        kind = what_is(value)
+        if kind.is_plain:
             long = isinstance(value, str | bytes) and len(value) > MOST_PARTS
             return (len(value), hash(value)) if long else value
+        if kind.is_collection and depth < DEEPEST:
+            return len(value), *(self._mark(one, depth + 1) for _, one in parts_of(value))
         if id(value) not in self._apart and isinstance(value, Tensor):
             # A result of the model is one of this step: no later step can differentiate through it.
             return (value.data_ptr(), value._version) if value.grad_fn is None else RESULT
@@ -256,6 +286,4 @@ class Reached:
         if has_values(value) and not value.dtype.hasobject:
             first = value.flat[: max(1, MOST_BYTES // max(1, value.itemsize))]
             return value.shape, str(value.dtype), zlib.crc32(first.tobytes())
-        if isinstance(value, COLLECTIONS) and depth < DEEPEST:
-            return len(value), *(self._mark(one, depth + 1) for _, one in parts_of(value))
         return id(value)

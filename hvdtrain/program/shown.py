@@ -6,6 +6,7 @@ Unlike uses.py, this reads the program's source, which has its branches as they 
 """
 
 import ast
+import functools
 from types import CodeType
 
 from hvdtrain.program.uses import called, node_of, tree_of
@@ -19,7 +20,7 @@ CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
 def only_decides_prints(code: CodeType, name: str) -> bool:
     """Return whether all uses of a variable or an attribute of this name are such, in the file of this code."""
     tree = tree_of(code.co_filename)
-    if tree is None or not any(is_use(node, name) for node in ast.walk(tree)):
+    if tree is None or not uses(tree, name):
         return False
     if node_of(code, tree) is None:
         return False
@@ -28,12 +29,24 @@ def only_decides_prints(code: CodeType, name: str) -> bool:
 
 def is_use(node: ast.AST, name: str) -> bool:
     """Return whether a node reads a variable or an attribute of this name."""
-    own = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
-    return own == name and isinstance(getattr(node, "ctx", None), ast.Load)
+    return name_read(node) == name
+
+
+def name_read(node: ast.AST) -> str | None:
+    """Return the name of the variable or the attribute that a node reads, if it does."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    return None
+
+
+@functools.cache
+def names_read(node: ast.AST) -> frozenset[str | None]:
+    """Return the names that are read in a node. It is asked for each variable, and a tree is kept: `tree_of`."""
+    return frozenset(map(name_read, ast.walk(node)))
 
 
 def uses(node: ast.AST, name: str) -> bool:
-    return any(is_use(inner, name) for inner in ast.walk(node))
+    return name in names_read(node)
 
 
 def is_harmless(node: ast.AST, name: str) -> bool:

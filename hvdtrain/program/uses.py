@@ -89,6 +89,7 @@ def words_from(code: CodeType, start: int) -> set[str]:
     return names & set(code.co_names)
 
 
+@functools.cache
 def of_batches(code: CodeType) -> list[tuple[CodeType, int]]:
     """Return where the loops over `step.batches` begin in this code."""
     return [(code, one.offset) for one in dis.get_instructions(code) if one.argval == "batches"]
@@ -220,14 +221,19 @@ def tree_of(file: str) -> ast.Module | None:
         return None
 
 
+@functools.cache
+def functions_of(part: ast.AST) -> list[ast.FunctionDef]:
+    """Return all functions in a part of a file, also those within others."""
+    return [node for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
+
+
 def node_of(code: CodeType, tree: ast.Module) -> ast.AST | None:
     """Return the function, or the module, of this code in its file; None if the file has become another one, or has none."""
     if code.co_name == "<module>":
         return tree
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
-            continue
-        if code.co_firstlineno in (node.lineno, *(one.lineno for one in node.decorator_list)):
+    for node in functions_of(tree):
+        begins = (node.lineno, *(one.lineno for one in node.decorator_list))
+        if node.name == code.co_name and code.co_firstlineno in begins:
             return node
     return None
 

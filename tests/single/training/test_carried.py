@@ -448,12 +448,15 @@ KEPT = {
 }  # fmt: skip
 
 
+TABLES = ["LOST", "KEPT", "GATHERED", "COPIES", "IN_STEPS", "ANEW", "ORDERS"]  # no part of a program
+
+
 def trained(tmp_path, net, before="", head="", each="", tail="", batch="", momentum=0.0):
     parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
     source = SOURCE
     for name, (text, columns) in parts.items():
         source = source.replace(name, textwrap.indent(text, " " * columns))
-    program = globals() | {}
+    program = {name: one for name, one in globals().items() if name not in TABLES}
     exec(compile(source, __file__, "exec"), program)
     with training.start(flags_for("--checkpoint-steps", "2", "--output-dir", str(tmp_path), epochs=3)) as run:
         program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01, momentum), (X, Y))
