@@ -42,8 +42,8 @@ FAILED, REFUSED = b"failed", b"refused"  # answers to the starter, besides pid a
 # Packages whose import starts no thread, and touches neither MPI nor a GPU.
 SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
 FIRST_IMPORTS = ("torch", "horovod.torch")
-# Modules that hvdtrain's programs import later.
-OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist_data")
+# Modules that hvdtrain's programs import later; the last one, which takes as long as torch, for their first optimizer.
+OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist_data", "torch._dynamo")
 
 
 class Rank(NamedTuple):

@@ -209,6 +209,7 @@ def run_rank(program: Program, report: Callable[[int], object]) -> NoReturn:
     if code != 0:
         with contextlib.suppress(OSError):  # nobody hears it any more
             report(code if code > 0 else 128 - code)
+    atexit.unregister(gc.unfreeze)  # of triton (startup.py): all of torch's objects would be examined, and copied
     _ended = code, program.main.__dict__
     sys.exit(code)
 
@@ -232,7 +233,7 @@ def _end() -> None:
     namespace.clear()
     gc.collect()  # calls the finalizers of the program's objects
     for each in gc.get_objects():  # not those from before the fork, which are frozen
-        if isinstance(each, io.IOBase):
+        if issubclass(type(each), io.IOBase):  # `isinstance` asks the object, and some warn when they are asked
             with contextlib.suppress(Exception):  # closed, or a full disk
                 each.flush()
     for stream in (sys.stdout, sys.stderr):
