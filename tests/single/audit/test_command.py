@@ -41,8 +41,8 @@ def audited(monkeypatch, tmp_path, capsys):
         signal.signal(number, handler)
 
 
-def program(server, fault, ranks=1):
-    return [sys.executable, forked.__file__, "run", server, str(ranks), PROGRAM, "{out}", fault]
+def program(server, fault, ranks=1, file=PROGRAM):
+    return [sys.executable, forked.__file__, "run", server, str(ranks), file, "{out}", fault]
 
 
 def test_a_sound_program(server, audited, tmp_path):
@@ -65,7 +65,7 @@ def test_a_sound_program(server, audited, tmp_path):
     assert not list((tmp_path / "audit/out").iterdir())
 
 
-def test_lines_for_which_a_disk_has_no_room_are_missed(audited, tmp_path):
+def test_lines_for_which_a_disk_has_no_room_are_missed(server, audited, tmp_path):
     """Else steps that were recorded in part are judged."""
     (tmp_path / "own.py").write_text("""if True:
         import errno, os, torch
@@ -75,7 +75,7 @@ def test_lines_for_which_a_disk_has_no_room_are_missed(audited, tmp_path):
             w.square().sum().backward()
             torch.optim.SGD([w], 0.1).step()
     """)
-    code, _, progress = audited("--", "own.py", "{out}")
+    code, _, progress = audited("--", *program(server, "none", file="own.py"))
     assert (code, "audit is full, and what a rank did is not known: choose" in progress) == (2, True), progress
 
 

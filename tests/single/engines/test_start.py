@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -177,18 +176,13 @@ ENDS = {  # what main does, variables, exit code, standard error
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_command_ends_with_its_code_and_one_line_for_users(case):
-    main, variables, code, said = ENDS[case]
-    imports = "from hvdtrain.launching.exit_codes import run_command\nfrom hvdtrain.engines.errors import UserError"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{imports}\ndef main(): {main}\nrun_command(main)"],
-        env={"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[3]), **variables},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (code, ""), done
-    assert done.stderr == said if not said or "\n" in said else said in done.stderr
+def test_a_command_ends_with_its_code_and_one_line_for_users(case, ends):
+    *_, code, said = ENDS[case]
+    done = ends[case]
+    assert (done.code, done.out) == (code, ""), done
+    assert done.err == said if not said or "\n" in said else said in done.err
     if code == 2:
-        assert len(done.stderr.splitlines()) == bool(said)
+        assert len(done.err.splitlines()) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +246,18 @@ def test_a_choice_in_the_environment_stands(name):
 # ---- the end of MPI, in real processes, with an MPI whose end is not answered
 
 IMPORTS = """
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
 from types import SimpleNamespace
 from hvdtrain.engines import horovod
+from hvdtrain.engines.errors import UserError
+from hvdtrain.launching.exit_codes import run_command
+"""
+COMMAND = """
+for name in [*os.environ]:
+    del os.environ[name]
+os.environ.update({variables})
+def main(): {main}
+run_command(main)
 """
 SCRIPT = """
 horovod.END_SECONDS = 3.0  # many times what a thread needs to begin
@@ -293,6 +296,7 @@ CASES = {  # killed, unanswered, barrier; and what is said
 def ends(tmp_path_factory):
     names = ("killed", "unanswered", "barrier")
     scripts = {name: SCRIPT.format(**dict(zip(names, how, strict=True))) for name, (how, _) in CASES.items()}
+    scripts |= {name: COMMAND.format(main=main, variables=given) for name, (main, given, *_) in ENDS.items()}
     return ends_of(IMPORTS, scripts, tmp_path_factory.mktemp("ends"))
 
 

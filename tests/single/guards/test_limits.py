@@ -44,28 +44,23 @@ LEFT_ALONE = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ends(tmp_path_factory):
     programs = {name: WATCH.format(1.0) + body for name, (body, _) in ENDED.items()}
-    return ends_of(BEGIN, programs, tmp_path_factory.mktemp("ended"))
-
-
-@pytest.fixture(scope="module")
-def left_alone(tmp_path_factory):
-    programs = {name: WATCH.format(1.5) + body for name, body in LEFT_ALONE.items()}
-    return ends_of(BEGIN, programs, tmp_path_factory.mktemp("left_alone"))
+    programs |= {name: WATCH.format(1.5) + body for name, body in LEFT_ALONE.items()}
+    return ends_of(BEGIN, programs, tmp_path_factory.mktemp("ends"))
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_it_is_ended_and_says_where(name, ended):
-    done = ended[name]
+def test_it_is_ended_and_says_where(name, ends):
+    done = ends[name]
     assert (done.code, done.out) == (1, "kept"), done
     assert f"hvdtrain: error: rank 1 on b does not end after training: it {ENDED[name][1]}" in done.err
     assert ", for 1 s without work\n" in done.err
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_who_works_on_is_left_alone(name, left_alone):
-    assert left_alone[name] == (0, "kept", "")
+def test_who_works_on_is_left_alone(name, ends):
+    assert ends[name] == (0, "kept", "")
 
 
 @pytest.fixture
