@@ -21,7 +21,7 @@ if not hasattr(torch_has_it, "_setup_privateuseone_for_python_backend"):
 
 ROOT = Path(__file__).resolve().parents[3]
 RESUMED = "--output-dir OUT/again --resume OUT/mnist/checkpoints/step-00000008.safetensors --checkpoint-steps 10"
-MNIST = "--dataset digits --train-samples 1280 --epochs 1 --batch-size 64"
+MNIST = "--dataset digits --train-samples 896 --epochs 1 --batch-size 64"
 SHARDS = "--dataset shards --data-dir SHARDS --workers 0"
 IMAGES = "--model squeezenet1_1 --image-size 33 --batch-size 8 --train-samples 48 --epochs 1"
 AUGMENT = "--epochs 1 --workers 0"
@@ -36,8 +36,8 @@ RUNS: dict[str, tuple[str, str, dict[str, int]]] = {
     "folder": ("hvdtrain.imagenet", f"{IMAGES} --data-dir IMAGES --workers 0", {"late": 1, "pinned": 2, "out": 1}),
     "shards": ("hvdtrain.imagenet", f"{IMAGES} {SHARDS}", {"late": 1, "pinned": 2, "out": 1}),
     "text": ("hvdtrain.lm", f"{LM} --accumulate 2 --text TEXT", {"late": 1, "pinned": 4, "out": 1}),
-    "augment.py": ("docs/programs/augment.py", f"{AUGMENT} --batch-size 128", {"late": 1, "pinned": 2, "out": 1}),
-    "gan.py": ("docs/programs/gan.py", "--epochs 1 --batch-size 256", {"late": 1, "pinned": 1, "out": 1}),
+    "augment.py": ("docs/programs/augment.py", f"{AUGMENT} --batch-size 256", {"late": 1, "pinned": 2, "out": 1}),
+    "gan.py": ("docs/programs/gan.py", "--epochs 1 --batch-size 512", {"late": 1, "pinned": 1, "out": 1}),
 }  # fmt: skip
 
 
