@@ -62,6 +62,10 @@ class Flags(argparse.Namespace):
         """The flags that name files, as they were given. They stay the same where a run is moved with its program."""
         return self._typed
 
+    def were_given(self, name: str) -> bool:
+        """Return whether the command has this flag."""
+        return any(word.partition("=")[0] == f"--{name}" for word in self._words)
+
     @property
     def engine_reason(self) -> str:
         """Why --engine auto chose this engine; "" if the engine was named."""

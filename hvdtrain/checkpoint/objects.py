@@ -14,7 +14,7 @@ from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor
 from hvdtrain.checkpoint.resume import Resume, chosen_for
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import named_parameters, uncompiled_name
+from hvdtrain.engines.modules import COUNTER, named_buffers, named_parameters, uncompiled_name
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.program.lacking import Lacking
@@ -79,11 +79,12 @@ class Objects:
 
     def __init__(self, engine: Engine, resume: Resume, prepared: Prepared, registered: dict[str, Any]):
         self._engine, self._resume, self.prepared, self.registered = engine, resume, prepared, registered
-        self._chosen = chosen_for(prepared.optimizers, {})  # before a checkpoint or a step changes it
+        self._chosen = chosen_for(prepared.optimizers, {}, prepared.models)  # before a checkpoint or a step changes it
         self._of_program: GroupSettings = []  # of the optimizers, as the program has made them
         self._saved: GroupSettings = []  # of the optimizers in the checkpoint, until training begins
         self.lacking = Lacking(prepared.models, prepared.optimizers, registered, resume.output.say)
         self._compared = False  # the states of optimizers, between ranks
+        self._warned = False  # of buffers that differ between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._restored: dict[str, int] = {}  # checksums of the weights that were restored, until training begins
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
@@ -124,12 +125,34 @@ class Objects:
                 raise UserError(f"{message}: {remedy}", everywhere=True)
         self._compared = any(sums)
 
+    def _warn_of_buffers(self) -> None:
+        """Say which buffer of a registered module each rank computes from its own samples, such as a centre of outputs: two
+        ranks train otherwise than one. A collective, at the first checkpoint."""
+        # Evaluations tell it of models. Running statistics are averaged, and ranks that take turns have one of each other.
+        if self._warned or self._engine.size == 1 or self._engine.takes_turns or self._resume.own_optimizers:
+            return
+        self._warned = True
+        modules = [(f"{name}.", what) for name, what in self.modules(self.registered).items()]
+        sums = {
+            name: int(tensor_checksum(buffer.tensor))
+            for name, buffer in named_buffers(modules).items()
+            if buffer.saved and not buffer.is_statistic and not name.endswith(COUNTER) and buffer.tensor.numel()
+        }
+        rows = self._engine.all_gather_object(sums, "buffers.sums") if sums else []
+        for name in sums:
+            if any(row.get(name) != sums[name] for row in rows):
+                message = f"the buffer {name} differs between ranks, which have other samples"
+                remedy = "let it follow the rows of all ranks, run.gather(rows)"
+                self._resume.output.say(f"warning: {message}: {remedy}")
+                return
+
     def save(
         self, heartbeat: Callable[[], None], *, writes: bool
     ) -> tuple[Facts, dict[str, Tensor], contents.ObjectStates] | None:
         """Return facts, tensors that are not copied, and what was encoded; None on a rank that writes nothing. A collective
         up to there."""
         self._require_same_states()
+        self._warn_of_buffers()
         self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
         late = self._late()
         # What follows may fail on rank 0 alone: with a collective in it, the others would wait.

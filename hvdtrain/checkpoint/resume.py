@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import checkpoint
@@ -41,6 +41,7 @@ MOST_NAMED_DIFFERENCES = 3  # differences listed in one message
 POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
 ROUNDING = ("compression", "gradient_predivide_factor", "tuning")  # flags that change the last bits of sums over ranks
 NAMES_OF_DATA = {"sha256": "the content of the data, or the order of its files, as SHA-256"}
+LAYERS, MOST_SETTINGS = "layers", 20  # in `chosen_for`; values of one setting
 LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
 
 
@@ -107,9 +108,11 @@ def other_lengths(facts: Mapping[str, Any], config: Mapping[str, object]) -> lis
     ]
 
 
-def chosen_for(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the program has chosen for optimizers and schedulers, such as rates, as JSON. Call it before a checkpoint
-    or a step changes them."""
+def chosen_for(
+    optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any], models: Sequence[nn.Module] = ()
+) -> dict[str, Any]:
+    """Return what the program has chosen for optimizers, schedulers and layers, such as rates, as JSON. Call it before a
+    checkpoint or a step changes them."""
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     chosen: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
@@ -123,7 +126,22 @@ def chosen_for(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[
     for name, what in registered.items():
         if isinstance(what, lr_scheduler.LRScheduler):
             chosen[name] = setting_as_json(what.state_dict())
-    return chosen
+    return chosen | ({LAYERS: settings_of_layers(models)} if models else {})
+
+
+def settings_of_layers(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the settings of torch's own layers, such as `Dropout.p`: all values that layers of a kind have."""
+    found = dict[str, list[Any]]()
+    for layer in (
+        layer for model in models for layer in model.modules() if type(layer).__module__.startswith("torch.nn.")
+    ):
+        for name, value in vars(layer).items():
+            # Shapes are compared when weights are loaded. A mode is no setting.
+            if name != "training" and not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple)):
+                values = found.setdefault(f"{type(layer).__name__}.{name}", [])
+                if (held := setting_as_json(value)) not in values and len(values) < MOST_SETTINGS:
+                    values.append(held)
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 
 
 def setting_as_json(value: Any) -> Any:
@@ -363,7 +381,7 @@ class Resume:
                 f"{self.directory} holds a run with different settings ({differences_in_words(unlike)}): {remedy}"
             )
         # A scheduler of another length begins again as it is now: `optim.redone`. Another line tells its length.
-        again = {one.name.split()[0] for one in unlike if self.lengthened and is_length(one)}
+        again = {one.name.split()[0] for one in unlike if self.lengthened and is_length(one)} | {LAYERS}
         new = [one for one in unlike if one.name.split()[0] in again and not is_length(one)]
         kept = [one for one in unlike if one.name.split()[0] not in again]
         for which, what in ((kept, "those of the checkpoint are kept"), (new, "those given now are used")):

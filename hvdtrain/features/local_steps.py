@@ -90,7 +90,7 @@ class LocalSteps(Feature):
                 self._others.append(tensor)
                 self._others_shared.append(tensor.detach().clone())
 
-    def _refuse_gather(self, rows: Tensor) -> Tensor:
+    def _refuse_gather(self, rows: object) -> Tensor:
         raise UserError("run.gather() cannot go with --sync-every: ranks take their steps alone", everywhere=True)
 
     def before_step(self, step: Step) -> None:

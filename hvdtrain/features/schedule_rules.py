@@ -75,6 +75,10 @@ def require_length(
     Raises UserError for OneCycleLR. epochs: None if the length is given in steps. factors: see above.
     """
     warnings = []
+    schedulers = [one for one in registered.values() if isinstance(one, lr_scheduler.LRScheduler)]
+    lengths = [length_of(one) or getattr(one, "total_iters", steps + 1) for one in schedulers]
+    if len(lengths) > 1 and sum(lengths) in (steps, epochs):  # one after the other
+        return []
     for name, scheduler in registered.items():
         length = length_of(scheduler) or length_of_lambdas(scheduler, steps, epochs or 1, factors)
         if length is None or length in (steps, epochs):

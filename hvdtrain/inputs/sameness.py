@@ -233,7 +233,7 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
                 for one in rows[:MOST_PARTS]
                 if (isinstance(one, Dataset) or is_transform(name, one)) and id(one) not in known
             ]
-            if isinstance(part, TensorDataset):
+            if isinstance(part, TensorDataset) and name == "tensors":
                 text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
                 text += "".join(map(hash_of_exact, rows))
             elif is_dense(value) and (exact := hash_of_exact(value)):

@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +22,11 @@ WRONG_INPUT = 2  # one line names the remedy
 TARGET_MISSED = 3
 # Stopped on request, and can be resumed. EX_TEMPFAIL of sysexits.h: Slurm and Kubernetes can distinguish it from a failure.
 STOPPED = 75
+CALLS = {  # what to write instead, by the name of a method
+    "backward": "write step.backward(loss) once in a micro-batch, with the sum of all losses",
+    "record": "give each value a name, as in run.record(loss=values)",
+    "update": "write step.update() after the loop over step.batches(), with clip_norm= for clipping",
+}
 LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
 
@@ -33,14 +39,31 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     startup.end_of_imports()
     try:
         require_proc()
+        if not callable(main):
+            raise UserError("training.main() got what main() returned: write training.main(main)", everywhere=True)
         code = main()
     except (UserError, Failure) as error:
         end_with(error)
+    except TypeError as error:
+        if (wrong_call := of_a_call(error)) is None:
+            raise
+        end_with(wrong_call)
     except (RuntimeError, ValueError, argparse.ArgumentError) as error:
         if (with_remedy := of_the_user(str(error))) is None:
             raise
         end_with(with_remedy)
     sys.exit(code)
+
+
+def of_a_call(error: TypeError) -> UserError | None:
+    """Return the error of a call of ours that Python refuses, such as `step.backward(loss, retain_graph=True)`."""
+    called = re.match(r"(Run|RunTools|Step)\.(\w+)\(\) ((?:got|takes|missing) .*)", str(error))
+    if called is None:
+        return None
+    caller = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(caller.filename).name}, line {caller.lineno}"
+    remedy = CALLS.get(called[2], "see the reference of functions")
+    return UserError(f"{where}: {'step' if called[1] == 'Step' else 'run'}.{called[2]}() {called[3]}: {remedy}")
 
 
 def of_the_user(message: str) -> UserError | Failure | None:

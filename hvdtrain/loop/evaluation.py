@@ -56,6 +56,8 @@ class Recorded:
         rows = self.rows[name] + self.rows_in_sums.get(name, 0)
         if rows % self.samples if self.samples else rows:
             remedy = "give a value for each sample, or their sum, or count=, the number of values"
+            if not self.samples:
+                remedy = "loop over what `with run.evaluating(test) as mine:` gives, `for x, y in mine:`"
             raise UserError(f"run.record({name}=...) got {rows} values for {self.samples} samples: {remedy}")
         return rows
 
@@ -169,9 +171,14 @@ class Evaluation:
             samples = tally.samples if self.whole or self._has_ended else self._in_batch
             has_rows = given.ndim > 1 or (given.ndim == 1 and (len(given) != 1 or self._in_batch == 1))
             if not has_rows and samples > 1:
+                batches = 0
+                if self._has_ended and isinstance(self._data, DataLoader):
+                    with contextlib.suppress(TypeError, NotImplementedError):  # see `Part.__len__`
+                        batches = len(self._data)
                 require_sum(
-                    self._means, name, value, samples, count, first=name not in tally.sums, ended=self._has_ended
-                )
+                    self._means, name, value, samples, count, first=name not in tally.sums, ended=self._has_ended,
+                    batches=batches,
+                )  # fmt: skip
             if has_rows:
                 tally.rows[name] = tally.rows.get(name, 0) + len(given)
             else:

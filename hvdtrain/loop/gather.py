@@ -1,6 +1,6 @@
 """Rows of all ranks with their gradient, for losses over the samples of all ranks, such as contrastive ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,18 @@ class Gathered(torch.autograd.Function):
 
 
 def gather_rows(
-    engine: Engine, rows: Tensor, batch: Batch | None, gathered: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+    engine: Engine, rows: Tensor | Sequence[Tensor], batch: Batch | None,
+    gathered: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass.
 
-    batch: the current one of a step, if there is one. gathered: does this for ranks that take turns. Raises UserError on
-    every rank if the rows are of different shapes or types.
+    rows: a tensor, or a list of tensors, one after the other, which may be empty on some ranks. batch: the current one of a
+    step, if there is one. gathered: does this for ranks that take turns. Raises UserError on every rank if the rows are of
+    different shapes or types.
     """
+    unknown = isinstance(rows, (list, tuple)) and not rows  # this rank knows no shape
+    if isinstance(rows, (list, tuple)) and all(isinstance(one, Tensor) and one.ndim for one in rows):
+        rows = torch.cat(rows) if rows else torch.empty(0, device=engine.device)
     if not isinstance(rows, Tensor) or not rows.ndim:
         what = "a scalar" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
         raise UserError(f"run.gather() got {what}: give it a tensor with a row for each sample")
@@ -54,9 +59,16 @@ def gather_rows(
     if batch is not None and not batch.count:  # this rank repeats a sample, which does not count
         rows = rows[:0]
     # Shape and type go as one number with the length, in a single collective. Texts are exchanged only if they differ.
-    mine = torch.tensor([len(rows), mixed_seed(kind_of_rows(rows))])
+    mine = torch.tensor([len(rows), 0 if unknown else mixed_seed(kind_of_rows(rows))])
     lengths, kinds = engine.all_gather(mine, "gather.lengths").T.tolist()
-    if len(set(kinds)) > 1:
+    if 0 in kinds and any(kinds):
+        kind = None if unknown else [list(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), rows.requires_grad]
+        shape, dtype, has_gradient = next(
+            one for one in engine.all_gather_object(kind, "gather.kinds") if one is not None
+        )
+        if unknown:  # with the gradient of others: its backward pass is a collective, too
+            rows = torch.empty(0, *shape, dtype=getattr(torch, dtype), device=rows.device, requires_grad=has_gradient)
+    if len(set(kinds) - {0}) > 1:
         engine.require_equal("the rows of run.gather()", kind_of_rows(rows), SAME_KIND)
     if not max(lengths):
         return rows

@@ -28,14 +28,15 @@ from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evaluation_modes
-from hvdtrain.loop.prepare import prepare, sorted_objects
+from hvdtrain.loop.prepare import keep_in_order, prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
-from hvdtrain.loop.step import Shared, Step, keep_in_order
+from hvdtrain.loop.step import Shared, Step
 from hvdtrain.loop.stopping import Decision, Stopped
 from hvdtrain.loop.tools import RunTools
 from hvdtrain.output.metric_names import require_free
 from hvdtrain.program.means import Means
 from hvdtrain.program.mistakes import beside_steps, refusal
+from hvdtrain.program.own_counts import epochs_of_its_own
 
 
 class Run(RunTools):
@@ -167,6 +168,9 @@ class Run(RunTools):
         metrics = self.metrics_logger.metrics
         self.length = Length.of(count, steps, stop_at, metrics, self.state)
         self.metrics_logger.epochs = count
+        with contextlib.suppress(Exception):  # any: the source is the author's
+            if self.flags.were_given("epochs") and (line := epochs_of_its_own(caller, count, self.flags.epochs)):
+                self.say(f"warning: {line}")
         self.checkpoints.objects.restore_settings()
         self.checkpoints.objects.require_restored()
         generators = self.checkpoints.generators

@@ -14,9 +14,10 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Input
 from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
-from hvdtrain.loop.prepare import PARAMETER_ADDED, Prepared
+from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import require_free
+from hvdtrain.program.means import require_no_counts
 from hvdtrain.program.mistakes import Outputs, backward_explained, instead_of_a_loss
 
 if TYPE_CHECKING:
@@ -26,30 +27,9 @@ if TYPE_CHECKING:
     from hvdtrain.output.clock import Clock
 
 UPDATE = "call step.update() after the loop over step.batches()"
+EACH = "name the optimizer, step.backward(loss, optimizer), or update all of them at once"
 LEFT = "the loop over step.batches() was left, as by `break`: let it end, and call run.end_epoch() or run.stop() to end more"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
-
-
-def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone."""
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if optimizer in prepared.pending:
-            remedy = "leave it out, gradients are cleared before each step"
-            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {remedy}")
-        prepared.zero_grads[optimizer]()
-
-    def add_param_group(*_: object) -> None:
-        raise UserError(PARAMETER_ADDED)
-
-    def before_step(*_: object) -> None:
-        if not prepared.updating:
-            remedy = "write step.update() after the loop over step.batches()"
-            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {remedy}")
-
-    optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
-    optimizer.register_step_pre_hook(before_step)
 
 
 @dataclass
@@ -128,6 +108,11 @@ class Step:
         # After a backward pass, one gradient of each optimizer, and how often it was written.
         self._gradients: dict[torch.optim.Optimizer, tuple[Tensor, int]] = {}
         self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
+
+    def __iter__(self) -> Iterator[Any]:
+        raise UserError(
+            "a step is no batch: write `for step in run.steps(data):`, and in it `for x, y in step.batches():`"
+        )
 
     @property
     def lr(self) -> float:
@@ -341,7 +326,8 @@ class Step:
         prepared = self._shared.prepared
         for one in chosen:
             if one in self._reduced:
-                raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {UPDATE}")
+                remedy = EACH if self._updated else UPDATE
+                raise UserError(f"step {self.number}: step.backward() before the last gradients were applied: {remedy}")
             if one not in self.backwards and one in self._updated:  # another update in the same step
                 prepared.zero_grads[one]()
                 if one in self._unscaled and not self._reduced:  # GradScaler unscales each once between its updates
@@ -479,9 +465,9 @@ class Step:
         if batch is None:
             raise UserError("step.record() outside of step.batches(): call it beside step.backward()")
         require_free(values)
-        if not self.logged:
-            return
-        for name, value in values.items():
+        if self.number == 1:
+            require_no_counts(values, batch.count)
+        for name, value in values.items() if self.logged else ():
             mean = recorded("step.record", name, value).float().mean()
             self._add("reported_loss" if name == "loss" else name, mean, batch.count)
 
@@ -492,4 +478,5 @@ class Step:
         if self._batch is not None:
             raise self._not_ended(LEFT)
         if self._reduced or not self._updated:
-            raise UserError(f"step {self.number} has gradients that were not applied: {UPDATE}")
+            remedy = EACH if self._reduced and self._updated else UPDATE
+            raise UserError(f"step {self.number} has gradients that were not applied: {remedy}")

@@ -1,7 +1,7 @@
 """What a program and the features ask of a run beside its loops: where it is, which rank this is, lines, files, exports."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,8 +83,10 @@ class RunTools:
         """Print a line on rank 0, above the progress bar."""
         self.output.say(line)
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
         """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
+
+        rows: a tensor, or a list of tensors, which may be empty on a rank that has had no sample.
 
         For losses over the samples of all ranks, and queues of them. The rows are of this micro-batch: with --accumulate,
         a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
@@ -102,6 +104,7 @@ class RunTools:
         gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
         if (
             step is not None
+            and isinstance(rows, Tensor)
             and len(gathered) != self.size * len(rows)
             and (line := rows_by_the_rank(frame_of_program()))
         ):

@@ -121,6 +121,8 @@ def series_of(prefix: str, name: str) -> Series:
 
 def metrics_of(given: Mapping[str, Metric | str]) -> dict[str, Metric]:
     """Return `given` with "min" and "max" converted to Metric. Raises UserError for other strings and reserved names."""
+    if not isinstance(given, Mapping):
+        raise UserError(f'metrics={given!r}: give it names with directions, such as {{"accuracy": "max"}}')
     require_free(given)
     found = {}
     for name, value in given.items():

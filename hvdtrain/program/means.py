@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ STILL_SUMS = frozenset(
 ) | {"clamp", "clamp_min", "maximum"}
 SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 PRODUCTS = frozenset({"mul", "mul_", "__imul__"})
+LOGARITHMS = frozenset({"log", "log10"})
 ADDING = frozenset({"add", "add_", "__iadd__", "__radd__"})
 DIVISORS = {
     "div": 1,
@@ -35,6 +36,7 @@ OF_MANY = re.compile(
     r"(^|_)(accuracy|acc|f1|fbeta|precision|recall|iou|miou|dice|jaccard|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)"
 )
 PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
+COUNTS = re.compile(r"correct|right|hits|errors|mistakes|wrong")  # with OF_MANY: what is counted among samples
 MOST_KEPT = 10_000  # scalars of a test set
 MOST_EXPONENT = 700.0  # of which exp is a number of float64
 OF_MEANS: Sequence[Callable[[float], float]] = (
@@ -53,6 +55,7 @@ class Derived(NamedTuple):
     adds_up: Callable[[int], bool]
     terms: int = 1
     is_multiplied: bool = False
+    is_logarithm: bool = False  # so that a factor is that of decibels
 
 
 class Means(TorchFunctionMode):
@@ -122,15 +125,18 @@ class Means(TorchFunctionMode):
             if number is not None and not before.is_quotient:  # a mean times the number of samples, or of their values
                 adds_up = before.adds_up
                 self._derived[id(result)] = Derived(
-                    result, False, lambda samples: number % samples == 0 or adds_up(samples), is_multiplied=True
-                )
+                    result, False, lambda samples: number % samples == 0 or adds_up(samples),
+                    is_multiplied=not before.is_logarithm, is_logarithm=before.is_logarithm,
+                )  # fmt: skip
             elif number is None:  # a tensor, such as the number of tokens
                 self._derived.pop(id(result), None)
             else:
                 self._derived[id(result)] = before._replace(value=result)
         elif before is not None:
             terms = sum(self._derived[id(one)].terms for one in args if id(one) in self._derived)
-            self._derived[id(result)] = before._replace(value=result, terms=terms if name in ADDING else 1)
+            logarithm = before.is_logarithm or name in LOGARITHMS
+            terms = terms if name in ADDING else 1
+            self._derived[id(result)] = before._replace(value=result, terms=terms, is_logarithm=logarithm)
         elif of_sums and name in STILL_SUMS | PRODUCTS:
             self._sums[id(result)] = result
 
@@ -141,10 +147,14 @@ class Means(TorchFunctionMode):
             known = next((one for one in self._derived.values() if is_function_of(one.value, value, samples)), None)
         return None if known is None or known.terms == samples or known.adds_up(samples) else known
 
-    def is_average(self, value: object) -> bool:
-        """Return whether a number is between the means that the program has taken of batches, as an average of them is."""
+    def is_average(self, value: object, batches: int) -> bool:
+        """Return whether a number is between the means that the program has taken of batches, as an average of them is; or
+        their sum by the number of all ranks' batches."""
         means = [one.value for one in self._derived.values() if isinstance(one.value, float) and not one.is_multiplied]
-        return isinstance(value, float) and len(means) > 1 and min(means) <= value <= max(means)
+        if not isinstance(value, float) or not means:
+            return False
+        by_all = batches > 0 and math.isclose(value * batches, sum(means), rel_tol=1e-9)
+        return by_all or (len(means) > 1 and min(means) <= value <= max(means))
 
 
 def is_function_of(mean: object, value: float, samples: int) -> bool:
@@ -161,6 +171,13 @@ def is_share(value: object, samples: int) -> bool:
     return isinstance(value, float) and 0 < value < 1 and abs(value * samples - round(value * samples)) < 1e-9
 
 
+def is_percentage(name: str, value: object, samples: int) -> bool:
+    """Return whether a number of this name is a share of the samples in percent."""
+    # A whole number may be a sum: half of the samples are 50 percent.
+    is_sum = not isinstance(value, float) or value == round(value) or not 1 < value < 100
+    return not is_sum and bool(OF_MANY.search(name.lower())) and is_share(value / 100, samples)  # type: ignore[operator]
+
+
 def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Return whether this call of a loss in torch.nn.functional takes the mean."""
     if getattr(func, "__module__", "") != "torch.nn.functional":
@@ -173,9 +190,22 @@ def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
     )
 
 
-def require_sum(means: Means, name: str, value: Any, samples: int, count: object, *, first: bool, ended: bool) -> None:
+def require_no_counts(values: Mapping[str, object], samples: int) -> None:
+    """Raise UserError if a whole number that `step.record` got is a count among the samples of this micro-batch: it takes
+    their mean."""
+    for name, value in values.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        is_count = type(number) is int and 1 < number <= samples
+        if is_count and (COUNTS.search(name) or OF_MANY.search(name)):
+            message = f"step.record({name}={number}) got a count of {samples} samples, and takes a mean"
+            raise UserError(f"{message}: give it a value for each sample, such as (predicted == labels).float()")
+
+
+def require_sum(
+    means: Means, name: str, value: Any, samples: int, count: object, *, first: bool, ended: bool, batches: int = 0
+) -> None:
     """Raise UserError if a number that the program gives for several samples is no sum over them. first: of this name.
-    ended: after the last batch."""
+    ended: after the last batch. batches: of all ranks; 0: that is not known."""
     first = first and name not in means.known
     derived = means.of(value, samples)
     if derived and derived.is_multiplied and count is not None:  # the mean over tokens, times their number
@@ -185,8 +215,9 @@ def require_sum(means: Means, name: str, value: Any, samples: int, count: object
     if (derived and derived.is_quotient) or (1 < number < samples and PERPLEXITY.search(name.lower())):
         remedy = "give the sums, with count=; F1 and such need all samples: run.gather() after the loop, then record it"
         raise UserError(f"run.record({name}=...) got a quotient of this batch, and batches do not add up: {remedy}")
-    averages = ended and count is None and means.is_average(value)
-    if derived or averages or (first and count is None and is_share(value, samples)):
+    averages = ended and count is None and means.is_average(value, batches)
+    shares = first and (is_share(value, samples) or is_percentage(name, value, samples))
+    if derived or averages or (count is None and shares):
         remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
         raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
     if 0 < number < 1 and OF_MANY.search(name.lower()):

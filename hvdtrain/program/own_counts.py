@@ -108,6 +108,21 @@ def steps_of_one_process(frame: FrameType, loader: object, steps: int) -> str:
     return ""
 
 
+def epochs_of_its_own(frame: FrameType, count: int | None, given: int) -> str:
+    """Return a warning if the program writes another number of epochs into `run.epochs` than the command has given, and
+    reads that nowhere; else an empty text."""
+    tree = tree_of(frame.f_code.co_filename) if count not in (None, given) else None
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Attribute)] if tree else []
+    calls = [node for node in nodes if isinstance(node, ast.Call) and called(node) == "epochs"]
+    reads = {node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "epochs"} - {
+        node.func for node in calls
+    }
+    written = [one.args[0].value for one in calls if one.args and isinstance(one.args[0], ast.Constant)]
+    if written != [count] or reads:
+        return ""
+    return f"--epochs {given} has no effect, the program trains {count} epochs: write run.epochs(flags.epochs)"
+
+
 def sum_of_one_rank(frame: FrameType, loader: object) -> str:
     """Return a warning if the program adds up values of its steps, and divides by the length of the loader or of its data
     set, as for the mean loss of an epoch; else an empty text. Where there are several ranks, it has a part of them."""

@@ -105,8 +105,8 @@ class Alone:
             self.evaluation |= {name: float(value) for name, value in values.items()}
         self._sums |= {name: self._sums.get(name, 0.0) + float(value.sum()) for name, value in values.items()}
 
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
+    def gather(self, rows: Tensor | list[Tensor]) -> Tensor:
+        return torch.cat(rows) if isinstance(rows, list) else rows
 
     @property
     def best(self) -> Any:
@@ -308,7 +308,7 @@ def metrics_of_all_ranks(run: Any) -> Any:
             theirs = of_torchmetrics(scores, truth)
             torch.testing.assert_close(theirs, (above.float().mean(), confusion), check_dtype=False)
     own = [torch.cat([torch.full((k % 4, 1), float(k)), BOXES[k]], 1) for k in range(TESTED)[mine]]
-    boxes = run.gather(torch.cat(own))
+    boxes = run.gather(own)
     boxes = boxes[boxes[:, 0].argsort(stable=True)]  # a rank has every second image, or every third
     hits = run.gather(scores.argmax(1) == truth)  # of booleans
     return net.state_dict(), run.evaluation["auc"], run.evaluation["loss"], confusion, boxes, hits.float().mean()

@@ -8,6 +8,7 @@ from hvdtrain.engines.collectives import FIRST_BYTES
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import running_statistics
 from hvdtrain.guards.activity import LAST_CALLED
+from hvdtrain.loop.gather import gather_rows
 
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64]
 SENT = [*SUMMED, torch.uint8]  # Horovod refuses to sum bytes
@@ -87,6 +88,15 @@ def test_gather_takes_values_of_any_length(engine, length):
         return {"rank": rank, "text": "é" * length * rank, "none": None}
 
     assert engine.all_gather_object(of(engine.rank), "values") == [of(rank) for rank in range(engine.size)]
+
+
+@pytest.mark.parametrize("having", [0, -1])
+def test_a_list_of_rows_may_be_empty_on_some_ranks(engine, having):
+    rows = [torch.ones(1, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)]
+    gathered = gather_rows(engine, rows if engine.rank == having % engine.size else [], None)
+    assert gathered.dtype is torch.float64
+    assert gathered.tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert not len(gather_rows(engine, [], None))
 
 
 @pytest.mark.usefixtures("few_and_many")

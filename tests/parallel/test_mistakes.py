@@ -67,6 +67,12 @@ class OfRank(Sampler):
         return 2
 
 
+def means_of_batches(run, rows, last):
+    test = DataLoader(TensorDataset(X), -(-N // run.size))  # one batch of each rank
+    with run.evaluating(test) as mine:
+        run.record(loss=sum(F.mse_loss(2 * x, x).item() for (x,) in mine) / len(test))
+
+
 def sgd(net, last=False):
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -212,6 +218,8 @@ NEED_TWO = {  # ranks that differ
         r"OneCycleLR is made for 6 steps, and this run has \d steps in 1 epochs over all ranks"),
 }  # fmt: skip
 ALWAYS = {
+    "a sum of means by the number of all batches": (dict(each=means_of_batches),
+        r"^run.record\(loss=...\) got a mean, and parts may have unequal numbers"),
     "sparse gradients of a parameter": (dict(net_of=lambda last: Bag()),
         "^table has sparse gradients, which are not reduced"),
     "an average of a replica": (dict(before=an_average_of_a_replica),

@@ -28,13 +28,14 @@ BUDGETS = {
     # And commands in a program's parser.
     # And bf16 on CPUs, and a directory without a name, and a best checkpoint that is gone.
     # And what programs ask of the DataLoader that exact_loader has.
-    "hvdtrain/*": 3095,  # with comments that say why
+    "hvdtrain/*": 3100,  # with comments that say why, and flags that a program ignores
     "hvdtrain/analysis": 460,
     # And kills between two changes of files.
-    "hvdtrain/audit": 1420,  # with what the kernel tells of files under {out}, a full disk, parts of tensors, --from-step
+    "hvdtrain/audit": 1425,  # with what the kernel tells of files under {out}, a full disk, parts of tensors, --from-step
     # With one state of many ranks, weights set after a resume, texts, and what numpy's generators spawn.
     # And what an epoch that is resumed within has gathered, such as the mean of its losses.
-    "hvdtrain/checkpoint": 3265,  # with comments that say why
+    # And settings of layers at a resume, registered buffers that differ between ranks.
+    "hvdtrain/checkpoint": 3310,  # with comments that say why
     "hvdtrain/checks": 440,
     "hvdtrain/datasets": 1590,
     # The reason of any error, too.
@@ -56,9 +57,11 @@ BUDGETS = {
     # And labels of which few are others, a sampler of one rank.
     "hvdtrain/inputs": 2995,  # with comments that say why
     "hvdtrain/integrations": 40,
-    "hvdtrain/launching": 2305,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
+    # With calls that Python refuses.
+    "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
     # With --virtual-ranks, a `break`, the number of batches of an evaluation, an output directory that is a text.
-    "hvdtrain/loop": 3205,  # with comments that say why
+    # And lists of rows, calls with a remedy.
+    "hvdtrain/loop": 3240,  # with comments that say why
     "hvdtrain/models": 660,  # with a loss that is compiled with the head, comments that say why
     # With --virtual-ranks, a record that is removed, where the best checkpoint and exports are.
     # And which evaluation decides.
@@ -67,7 +70,7 @@ BUDGETS = {
     # state lacks, of modules, optimizers and registered objects; the table of refusals; what the first loss and recorded
     # values show; the length of a loader; what only decides what is printed.
     # And what is kept of a file or a type that is asked for often.
-    "hvdtrain/program": 2135,  # with comments that say why
+    "hvdtrain/program": 2180,  # with comments that say why
     "hvdtrain/training": 20,
     "launch": 4810,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
@@ -82,7 +85,7 @@ BUDGETS = {
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
     "tests/horovod_calls": 550,
     # With rows by the rank, rates of a rank alone.
-    "tests/parallel": 3370,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
+    "tests/parallel": 3385,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
@@ -93,7 +96,7 @@ BUDGETS = {
     # And what the eleventh series of attempts found.
     # And the twelfth.
     # And test_losses.py, test_shown.py, arrays of any kind in a data set.
-    "tests/single": 25280,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 25350,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

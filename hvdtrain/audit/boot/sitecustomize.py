@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import resource
 import signal
 import struct
@@ -42,6 +43,7 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMIX_RANK", "PMI_RANK"
 UNREAD = [-1, "", 0]
 FACTORS: dict[Any, Any] = {}  # odd numbers, on each device
 KERNEL = ctypes.CDLL(None)
+NO_WEIGHTS = re.compile(r"(^|/)\.[^/]*$|\.(tmp|temp|part|partial|jsonl|csv|log)$")  # names of files
 CHANGES = 0xFCE  # of inotify: all events but opening, reading, and closing what was read
 encode = json.JSONEncoder(default=str).encode
 # Runs before a call until its yield, and the rest after it; yields the name of a place.
@@ -204,7 +206,8 @@ class Files:
         if not self.told:
             self.look()
         least = max(1, sum(p.nbytes for p in parameters_of(optimizer)) // 2 // int(os.environ.get("WORLD_SIZE", 1)))
-        return max((file for file in self.found if file[2] >= least), default=[])
+        # A file that is not complete yet has another name, as a rule; and of a small model, a record is as large.
+        return max((file for file in self.found if file[2] >= least and not NO_WEIGHTS.search(file[1])), default=[])
 
     def look(self) -> None:
         folders = [os.fsencode(folder) for folder, *_ in os.walk(ORDER["out"]) if self.changes >= 0]

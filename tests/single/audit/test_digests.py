@@ -202,13 +202,14 @@ def test_a_file_counts_if_half_of_the_weights_fit(kernel, recorder, tmp_path, mo
     assert newest(("out/old", 900), ("out/deep/half", 200), ("out/log", 199)) == ("deep/half", 200, once)
     assert newest(of=smaller) == ("log", 199, never)
     assert newest(("out/deep/half", 300)) == ("deep/half", 300, once)  # in place
+    assert newest(("out/.deep", 400), ("out/half.tmp", 400), ("out/metrics.jsonl", 400)) == ("deep/half", 300, once)
     assert newest(("new", 400)) == ("deep/half", 300, never)
     (tmp_path / "new").rename(tmp_path / "out/deep/new")
     assert newest() == ("deep/new", 400, once)
     assert newest(("out/later/one", 500)) == ("later/one", 500, once)
     if not os.fork():  # what is told to both would be read by one
         os._exit(newest(("out/later/one", 600)) != ("later/one", 600, once))
-    assert (os.wait()[1], next(times)) == (0, 6)
+    assert (os.wait()[1], next(times)) == (0, 9)
     assert newest() == ("later/one", 600, once)
     (tmp_path / "out/deep/link").symlink_to(tmp_path / "elsewhere")
     for size in (700, 800):

@@ -148,6 +148,30 @@ def test_what_torch_says_without_shared_memory_becomes_one_line_with_the_remedy(
 
 
 @pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("Step.backward(None, None, retain_graph=True)",
+         "step.backward() got an unexpected keyword argument 'retain_graph': write step.backward(loss) once"),
+        ("Run.record(None, 3.0)", "run.record() takes 1 positional argument but 2 were given: give each value a name"),
+        ("int(None)", ""),
+    ],
+)  # fmt: skip
+def test_a_call_of_ours_that_python_refuses_is_one_line(call, line, capfd):
+    from hvdtrain.loop.run import Run
+    from hvdtrain.loop.step import Step
+
+    with pytest.raises(SystemExit if line else TypeError):
+        exit_codes.run_command(lambda: eval(call, {"Run": Run, "Step": Step}))
+    assert (f"error: <string>, line 1: {line}" in capfd.readouterr().err) == bool(line)
+
+
+def test_main_that_was_called_is_named(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        exit_codes.run_command(0)
+    assert "error: training.main() got what main() returned: write training.main(main)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("said", "told"), [("Connection reset by peer", True), ("op.preamble.length <= op.nbytes", False)]
 )
 def test_a_rank_that_loses_another_ends_in_one_line(said, told, capfd):

@@ -63,6 +63,12 @@ class Both(Numbers):
         return [torch.tensor([index + 100.0]) for index in indices]
 
 
+class Described(TensorDataset):
+    def __init__(self):
+        super().__init__(torch.arange(N).float().unsqueeze(1))
+        self.classes, self.names, self.transform = 2, ["a", "b"], None
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(N).float().unsqueeze(1))
@@ -112,6 +118,7 @@ IN_ORDER = {
     "a chain": lambda: DataLoader(ChainDataset([Stream(), Stream()]), 4),
     "a stream without the last batch": lambda: DataLoader(Stream(), 3, drop_last=True),
     "drop_last": lambda: DataLoader(Numbers(18), 4, drop_last=True),
+    "tensors with attributes": lambda: DataLoader(Described(), 4, collate_fn=lambda s: torch.stack([x for (x,) in s])),
     "a subclass of SequentialSampler": lambda: DataLoader(Numbers(), 4, sampler=EvenOnly(DATA)),
     "SequentialSampler of less": lambda: DataLoader(Numbers(), 4, sampler=SequentialSampler(range(10))),
     "indices": lambda: DataLoader(Numbers(), 4, sampler=[7, 7, 3]),

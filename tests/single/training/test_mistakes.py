@@ -56,7 +56,7 @@ PROGRAM = """
 with training.start(flags, metrics={metrics}) as run:
     net = network()
     {unprepared}
-    model, optimizer = run.prepare({prepare})
+    model, optimizer, *_ = run.prepare({prepare})
     {prepared}
     for _ in run.epochs({epochs}, stop_at={stop_at}):
         {in_epoch}
@@ -72,6 +72,8 @@ with training.start(flags, metrics={metrics}) as run:
         {after}
 """
 EVALUATE = "with run.evaluating(len(X)): run.record(right=torch.ones(len(X)))"
+TWO = dict(prepare="net, *(torch.optim.SGD(net[layer].parameters(), lr=0.1) for layer in (0, 3))")
+AGAIN = "for x, y in step.batches(): step.backward(F.mse_loss(model(x), y))"
 MISTAKES = {
     "steps before prepare": (dict(unprepared="run.steps(X)"), r"run.steps\(\) before run.prepare\(\)"),
     "epochs before prepare": (dict(unprepared="next(run.epochs(1))"), r"run.epochs\(\) before run.prepare\(\)"),
@@ -123,6 +125,11 @@ MISTAKES = {
     "forgot backward": (dict(backward=""), "a micro-batch had no backward pass: write `for batch"),
     "loss.backward() instead": (dict(backward="loss.backward()"), "a micro-batch had no backward pass"),
     "forgot the update": (dict(update=""), "has gradients that were not applied: call step.update"),
+    "a GAN's first loss for both optimizers": (
+        dict(TWO, backward="step.backward(loss)", update="step.update(optimizer)", after_update=AGAIN),
+        r"before the last gradients were applied: name the optimizer, step.backward\(loss, optimizer\), or update all"),
+    "a GAN's update of one of both": (
+        dict(TWO, backward="step.backward(loss)", update="step.update(optimizer)"), "were not applied: name the optimizer, step.backward"),
     "update twice": (dict(after_update="step.update()"), r"step.update\(\) without gradients"),
     "update in the loop": (dict(in_batches="step.update()", update=""), r"step.update\(\) inside the loop over"),
     "optimizer.step() instead": (dict(update="optimizer.step()"), r"optimizer.step\(\) applies gradients that are not"),
@@ -252,6 +259,21 @@ MISTAKES = {
     "a percentage in place": (
         dict(after="with run.evaluating(len(X)): run.record(right=(Y > 0).float().sum(0).mul_(100.0 / len(X)))"),
         r"^run.record\(right=...\) got a mean"),
+    "a percentage of Python": (
+        dict(after="with run.evaluating(len(X)): run.record(accuracy=100.0 * 19 / len(X))"), r"^run.record\(accuracy=...\) got a mean"),
+    "the average of decibels of batches": (
+        dict(before="losses = []", after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in mine: "
+             "losses.append((-10 * F.mse_loss(model(x), y).log10()).item())\n            run.record(psnr=sum(losses[-5:]) / 5)"),
+        r"^run.record\(psnr=...\) got a mean"),
+    "an evaluation that loops over its own loader": (
+        dict(after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in DataLoader(DATA, 8): run.record(right=y[:, 0])"),
+        r"got 40 values for 0 samples: loop over what `with run.evaluating\(test\) as mine:` gives, `for x, y in mine:`$"),
+    "batches out of steps": (dict(in_epoch="for x, y in run.steps(X, Y): pass"),
+        "^a step is no batch: write `for step in run.steps"),
+    "a list of metrics": (dict(metrics="['loss']"), r"^metrics=\['loss'\]: give it names with directions, such as {"),
+    "a model made anew after its optimizer": (
+        dict(prepare="network(), torch.optim.SGD(net.parameters(), lr=0.1)"),
+        r"^run.prepare\(\): an optimizer has parameters of a model that was not given, and no others: make it after the model, or its copy$"),
     "the root of a mean": (
         dict(after="with run.evaluating(len(X)): run.record(error=F.mse_loss(model(X), Y).sqrt())"), r"^run.record\(error=...\) got a mean"),
     "the logarithm of a mean": (
@@ -273,6 +295,9 @@ MISTAKES = {
     "the accuracy of another library": (
         dict(after="with run.evaluating(len(X)): run.record(right=(Y > 0).numpy().mean().item())"), r"^run.record\(right=...\) got a mean"),
     "no number": (dict(after="run.record(best='a')"), r"^run.record\(best=...\) got a str: give it a real number, or a tensor"),
+    "a count of correct ones": (
+        dict(in_batches="step.record(correct=(y > 0).sum() * 0 + 7)"),
+        r"^step.record\(correct=7\) got a count of 8 samples, and takes a mean: give it a value for each sample, such as"),
     "no number for a step": (dict(in_batches="step.record(best=None)"), r"^step.record\(best=...\) got a NoneType: give it a real"),
     "a complex number": (dict(after="with run.evaluating(8): run.record(wave=torch.ones(8) * 1j)"), r"^run.record\(wave=...\) got a Tensor: give it a real"),
     "numbers below a mask": (dict(after="with run.evaluating(8): run.record(a=__import__('numpy').ma.masked)"), "got a MaskedConstant: give it a real"),

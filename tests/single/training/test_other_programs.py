@@ -151,6 +151,18 @@ OTHER_SETTINGS = {
 }  # fmt: skip
 
 
+def test_other_settings_of_layers_are_refused_or_said(tmp_path, capfd):
+    def with_dropout(p):
+        return lambda: nn.Sequential(nn.Dropout(p), Twins())
+
+    stopped(tmp_path / "out", with_dropout(0.1), adam)
+    why = "layers Dropout.p: 0.1 in the checkpoint, 0.5 now"
+    with pytest.raises(UserError, match=rf"different settings \({why}\): give the same"):
+        trained(tmp_path / "out", with_dropout(0.5), adam)
+    trained(tmp_path / "named", with_dropout(0.5), adam, "--resume", str(tmp_path / "out"))
+    assert f"other settings than the checkpoint ({why}): those given now are used" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("case", OTHER_SETTINGS)
 def test_other_settings_in_the_program_are_refused_or_said(case, tmp_path, capfd):
     optimizer_of, registered, why = OTHER_SETTINGS[case]

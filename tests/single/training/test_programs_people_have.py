@@ -29,11 +29,13 @@ def one_cycle(optimizer, steps):
     return OneCycleLR(optimizer, 0.1, total_steps=steps)
 
 
-def scheduled(make, steps, by_steps=None):
-    """Train with a scheduler for `steps` steps. Two epochs of five steps."""
-    Trained(
-        steps=by_steps, registered=lambda t: dict(scheduler=make(t.optimizer, steps)), each=lambda t: t.scheduler.step()
-    )
+def scheduled(make, steps, by_steps=None, **others):
+    """Train with a scheduler for `steps` steps. Two epochs of five steps. others: that are made, too, by name."""
+
+    def made(t):
+        return dict(scheduler=make(t.optimizer, steps)) | {name: one(t.optimizer) for name, one in others.items()}
+
+    Trained(steps=by_steps, registered=made, each=lambda t: t.scheduler.step())
 
 
 @pytest.mark.parametrize(("steps", "by_steps"), [(20, None), (11, None), (9, None), (10, 7)])
@@ -76,6 +78,7 @@ def test_a_schedule_of_epochs_a_warm_up_and_one_without_an_end_are_not_reported(
     scheduled(lambda o, n: CosineAnnealingLR(o, n), 2)
     scheduled(lambda o, n: LinearLR(o, 0.1, 1.0, n), 4)
     scheduled(lambda o, n: StepLR(o, n), 4)
+    scheduled(lambda o, n: CosineAnnealingLR(o, n), 7, beside=lambda o: LinearLR(o, 0.1, total_iters=3))
     assert "warning" not in capsys.readouterr().out
 
 
