@@ -36,7 +36,9 @@ OF_MANY = re.compile(
     r"(^|_)(accuracy|acc|f1|fbeta|precision|recall|iou|miou|dice|jaccard|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)"
 )
 PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
-COUNTS = re.compile(r"correct|right|hits|errors|mistakes|wrong")  # with OF_MANY: what is counted among samples
+COUNTS = re.compile(
+    r"(^|_)(correct|right|hits|errors|mistakes|wrong)(_|$)"
+)  # with OF_MANY: what is counted among samples
 MOST_KEPT = 10_000  # scalars of a test set
 MOST_EXPONENT = 700.0  # of which exp is a number of float64
 OF_MEANS: Sequence[Callable[[float], float]] = (

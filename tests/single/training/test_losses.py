@@ -1,12 +1,16 @@
 """What is said of the first loss of a run: a mean over other items than samples has other values on more ranks."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from hvdtrain.program.means import is_percentage
+from hvdtrain.program.own_counts import epochs_of_its_own
 from tests.single.training.small import X
-from tests.single.training.test_mistakes import run
+from tests.single.training.test_mistakes import run, with_its_source
 
 LABELS = (torch.arange(len(X)) % 4).masked_fill(torch.arange(len(X)) % 5 == 0, -100)
 MASK = torch.arange(len(X)) % 5 > 0
@@ -74,3 +78,23 @@ def test_one_that_is_given_with_it_is_right(capsys):
     )
     run(FORM | dict(loss="F.cross_entropy(model(x), y)", data="X, LABELS", before=BEFORE.replace("2", "1")))  # one mean
     assert "warning: the loss" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"), [("accuracy", 47.5, True), ("accuracy", 20.0, False), ("loss", 47.5, False)]
+)
+def test_a_share_in_percent_is_no_whole_number(name, value, told):
+    assert is_percentage(name, value, 40) == told
+
+
+@pytest.mark.parametrize(
+    ("before", "told"), [("", True), ("print(flags.epochs)", False), ("run.epochs(flags.epochs)", False)]
+)
+def test_a_number_of_epochs_that_the_program_writes_is_told_unless_it_reads_the_flag(before, told):
+    held = {}
+    source = f"def main(flags, run):\n    {before or 'pass'}\n    for epoch in run.epochs(3): pass\n"
+    run = SimpleNamespace(epochs=lambda count: [held.setdefault("frame", sys._getframe(1))] * 0)
+    exec(with_its_source(source, "<epochs>"), held)
+    held["main"](SimpleNamespace(epochs=5), run)
+    assert bool(epochs_of_its_own(held["frame"], 3, 5)) == told
+    assert not epochs_of_its_own(held["frame"], 3, 3)

@@ -6,7 +6,7 @@ Those that need several ranks are in tests/parallel/test_mistakes.py.
 import linecache
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 
 import pytest
 import torch
@@ -412,6 +412,8 @@ REPORTED = {
         "warning: averaged has averaged nothing: call averaged.update_parameters(model) after step.update()"),
     "another name recorded": ("distill", {"run.record(agreement=": "run.record(agreed="},
         "warning: metrics: agreement was never recorded: write run.record(agreement=...) in run.evaluating()"),
+    "epochs of the program's own": ("distill", {"run.epochs(flags.epochs)": "run.epochs(2)"},
+        "warning: --epochs 1 has no effect, the program trains 2 epochs: write run.epochs(flags.epochs)"),
     "all folds in one directory": (
         "folds", {'flags.output_dir = output_dir and output_dir / f"fold-{fold}"': "pass"},
         "has trained into OUT before, and continues that run: another training, such as the next fold, needs an --output-dir"),
@@ -426,8 +428,15 @@ def run_program(monkeypatch, name: str, changed: dict[str, str], flags: str = ""
         source = source.replace(right, wrong)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *SERIAL.split(), *flags.split()])
     scope = {"__name__": name}
-    exec(compile(source, f"{name}.py", "exec"), scope)
+    exec(with_its_source(source, f"{name}.py"), scope)
     return scope["main"]()
+
+
+def with_its_source(source: str, file: str) -> CodeType:
+    """Compile a program that is in no file, whose source Python's tracebacks would show, too."""
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # as of a notebook
+    tree_of.cache_clear()
+    return compile(source, file, "exec")
 
 
 def run(changed, *argv):
@@ -435,14 +444,7 @@ def run(changed, *argv):
     names = dict(F=F, nn=nn, DataLoader=DataLoader, training=training, SimpleNamespace=SimpleNamespace)
     scope = globals() | names | dict(flags=flags_for(*argv))
     source = PROGRAM.format(**FORM | changed)
-    linecache.cache["<program>"] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        "<program>",
-    )  # as of a notebook
-    tree_of.cache_clear()
-    exec(compile(source, "<program>", "exec"), scope)
+    exec(with_its_source(source, "<program>"), scope)
     return scope
 
 

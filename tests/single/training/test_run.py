@@ -553,7 +553,7 @@ def test_numbers_keep_their_digits_whatever_the_default_dtype_is(short, tmp_path
         t.share = t.step.per_sample(lambda batch: 1001.0)
 
     def loss(t, x):
-        t.step.record(number=1001.25)
+        t.step.record(number=1001.25, bright=3)
         return t.model(x).mean()
 
     def evaluate(t, epoch):
