@@ -54,6 +54,9 @@ class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError on invalid input: one line instead of the usage text from every rank."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized") and (added := re.search(r"--local[-_]rank=\d+", message)):
+            remedy = "start the program by torchrun, with the same flags"
+            raise UserError(f"torch.distributed.launch adds {added[0]}: {remedy}", everywhere=True)
         where = "; give them before the command" if self._subparsers else ""
         raise UserError(f"{message} (--help lists every flag{where})", everywhere=True)
 

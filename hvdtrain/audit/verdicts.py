@@ -343,7 +343,8 @@ GUARANTEES = {
     "random numbers": Guarantee(RANKS, random_numbers,
         "the generators' states are not in the checkpoint, or iter(DataLoader) draws after they were set"),
     "samples": Guarantee(STEPS, samples,
-        "the position in the data is not in the checkpoint: a DataLoader starts its epoch again, or shuffles anew"),
+        "the position in the data is not in the checkpoint: a DataLoader starts its epoch again, or shuffles anew; "
+        "or it was saved between micro-batches, and gradients so far are lost: save after optimizer.step()"),
     "augmentation": Guarantee(RANKS, augmentation,
         "the random numbers of the data set are not restored: the same samples come with other content"),
     "losses": Guarantee(RANKS, partial(same_at_each_step, "loss", "loss", "no loss was passed to backward()"),

@@ -269,6 +269,8 @@ def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Fact
     """
     if not os.path.lexists(directory):  # of what is a file, the next line finds none
         raise UserError(f"{label}: {os.strerror(errno.ENOENT)}: name the --output-dir of a run")
+    if not directory.is_dir():
+        raise UserError(f"{label}: a file: --best needs the directory of the run, which has several checkpoints")
     inner = directory / "checkpoints"
     paths = checkpoints_in(inner if inner.is_dir() else directory)
     for path in best_of({path: read_facts(path) for path in paths}):

@@ -10,8 +10,9 @@ from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
+from hvdtrain.checkpoint.differences import chosen_for
 from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor_checksum
-from hvdtrain.checkpoint.resume import Resume, chosen_for
+from hvdtrain.checkpoint.resume import Resume
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import COUNTER, named_buffers, named_parameters, uncompiled_name
@@ -228,7 +229,25 @@ class Objects:
             if not any(optimizer is one for one in self._begun_again):
                 set_settings([optimizer], [settings])
         if only is None:
+            if self._saved:
+                self._tell_settings_in_first_step()
             self._saved = []
+
+    def _tell_settings_in_first_step(self) -> None:
+        """Let the first step say which settings it has: a program may set them until then."""
+        optimizers, handles = self.prepared.optimizers, list[Any]()
+        restored = chosen_for(optimizers, {})
+
+        def tell(*_: object) -> None:
+            for handle in handles:
+                handle.remove()
+            self._resume.tell_settings(restored, chosen_for(optimizers, {}))
+
+        # Of an optimizer whose author has not called super().__init__(), torch calls no hooks.
+        if not all(hasattr(type(optimizer).step, "hooked") for optimizer in optimizers):
+            tell()
+            return
+        handles += [optimizer.register_step_pre_hook(tell) for optimizer in optimizers]
 
     # ---- registered objects
 

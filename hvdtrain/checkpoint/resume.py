@@ -4,27 +4,33 @@ Only rank 0 reads files. It broadcasts what it has read to the other ranks.
 """
 
 import contextlib
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from torch import Tensor
 
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint.checkpoint import Facts
-from hvdtrain.checkpoint.contents import IMPLEMENTATION
+from hvdtrain.checkpoint.differences import (
+    LAYERS,
+    Difference,
+    differences,
+    differences_in_words,
+    has_real,
+    is_length,
+    is_of,
+    other_choices,
+    other_lengths,
+)
 from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.accelerators import arithmetic_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
-from hvdtrain.flags import Flags, alike, plain
+from hvdtrain.flags import Flags, plain
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sameness import ALIKE, SPLIT
-from hvdtrain.loop.optim import LENGTH_NAMES
 from hvdtrain.loop.state import Initial, TrainState
 from hvdtrain.output.records import parsed
 from hvdtrain.output.run_output import RunOutput
@@ -36,157 +42,7 @@ if TYPE_CHECKING:
 LONGEST_NAME = "x" * 100  # longer than the names of temporary files
 # More than library_settings.ABORT_DELAY: as mpirun was killed, a rank of the run before may still save for so long.
 RUN_LOCK_SECONDS = 10.0  # how long to wait for a previous run to end
-MOST_NAMED_DIFFERENCES = 3  # differences listed in one message
-# In a scheduler's state, these change while it trains, and so do names that begin with _, except for CONSTANT.
-POSITION, CONSTANT = {"base_lrs", "last_epoch"}, {"_schedulers", "_milestones"}
 ROUNDING = ("compression", "gradient_predivide_factor", "tuning")  # flags that change the last bits of sums over ranks
-NAMES_OF_DATA = {"sha256": "the content of the data, or the order of its files, as SHA-256"}
-LAYERS, MOST_SETTINGS = "layers", 20  # in `chosen_for`; values of one setting
-LENGTHS = ("epochs", "steps")  # flags for the length of training, which may change
-
-
-# ---- what differs between a run and the checkpoint that it continues from
-
-
-class Difference(NamedTuple):
-    """A value that differs. name: as the user knows it."""
-
-    name: str
-    there: object  # in the checkpoint
-    here: object
-
-
-def differences(
-    facts: Mapping[str, Any], flags: Flags, config: Mapping[str, object], data: Mapping[str, object], ranks: int
-) -> list[Difference]:
-    """Return what differs between the checkpoint's facts and this run, and would change the result.
-
-    config, data: of this run, as `flags.plain` gives them.
-    """
-    began = Initial(**facts["initial"])
-    unlike = other_flags(facts, flags, config, ranks)
-    unlike.sort(key=lambda one: one.name != "--model")  # --model first: it may be the cause of the other differences
-    unlike += [
-        # Where nothing is said of the data, they have the program's name.
-        Difference(
-            "the program" if data.get(name) == flags.program else NAMES_OF_DATA.get(name, name), there, data.get(name)
-        )
-        for name, there in facts["data"].items()
-        if not alike(there, data.get(name))
-    ]
-    if flags.reduction != "average" and began.ranks != ranks:
-        unlike.append(Difference("the number of ranks, on which this --reduction depends", began.ranks, ranks))
-    return unlike
-
-
-def other_flags(facts: Mapping[str, Any], flags: Flags, config: Mapping[str, object], ranks: int) -> list[Difference]:
-    """Return the flags that differ, and should not."""
-    theirs, began = facts["config"], Initial(**facts["initial"])
-    allowed = {*flags.may_change, *LENGTHS}
-    # The same global batch, divided differently: the user has adapted --batch-size to the new number of ranks.
-    if Initial(ranks, flags.batch_size, flags.accumulate).global_batch == began.global_batch:
-        allowed |= {"batch_size", "accumulate"}
-    if began.ranks != ranks:
-        allowed |= flags.derived
-    typed = facts.get("typed", {})
-    # The same words name the same files, wherever the run and its program were moved.
-    allowed |= {name for name, here in flags.typed.items() if typed.get(name) == plain(here)}
-    return [
-        Difference(f"--{name.replace('_', '-')}", theirs[name], mine)
-        for name, mine in config.items()
-        if name not in allowed and not alike(theirs.get(name, mine), mine)
-    ]
-
-
-def other_lengths(facts: Mapping[str, Any], config: Mapping[str, object]) -> list[Difference]:
-    """Return the flags for the length of training that differ from the checkpoint's."""
-    theirs = facts["config"]
-    return [
-        Difference(f"--{name}", theirs[name], config[name])
-        for name in LENGTHS
-        if name in theirs and name in config and theirs[name] != config[name]
-    ]
-
-
-def chosen_for(
-    optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any], models: Sequence[nn.Module] = ()
-) -> dict[str, Any]:
-    """Return what the program has chosen for optimizers, schedulers and layers, such as rates, as JSON. Call it before a
-    checkpoint or a step changes them."""
-    kinds = [type(optimizer).__name__ for optimizer in optimizers]
-    chosen: dict[str, Any] = {}
-    for number, optimizer in enumerate(optimizers):
-        name = kinds[number] if kinds.count(kinds[number]) == 1 else f"{kinds[number]} {number}"
-        left_out = {"params", "param_names", *IMPLEMENTATION}
-        groups = [
-            {key: setting_as_json(value) for key, value in group.items() if key not in left_out}
-            for group in optimizer.param_groups
-        ]
-        chosen[name] = groups[0] if len(groups) == 1 else groups
-    for name, what in registered.items():
-        if isinstance(what, lr_scheduler.LRScheduler):
-            chosen[name] = setting_as_json(what.state_dict())
-    return chosen | ({LAYERS: settings_of_layers(models)} if models else {})
-
-
-def settings_of_layers(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """Return the settings of torch's own layers, such as `Dropout.p`: all values that layers of a kind have."""
-    found = dict[str, list[Any]]()
-    for layer in (
-        layer for model in models for layer in model.modules() if type(layer).__module__.startswith("torch.nn.")
-    ):
-        for name, value in vars(layer).items():
-            # Shapes are compared when weights are loaded. A mode is no setting.
-            if name != "training" and not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple)):
-                values = found.setdefault(f"{type(layer).__name__}.{name}", [])
-                if (held := setting_as_json(value)) not in values and len(values) < MOST_SETTINGS:
-                    values.append(held)
-    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
-
-
-def setting_as_json(value: Any) -> Any:
-    """Return a setting as JSON; of other objects, the name of the class. Without what depends on the position."""
-    if isinstance(value, dict):
-        chosen = {str(k): v for k, v in value.items() if k in CONSTANT or not (k in POSITION or str(k).startswith("_"))}
-        return {key: setting_as_json(item) for key, item in chosen.items()}
-    if isinstance(value, (list, tuple)):
-        return [setting_as_json(item) for item in value]
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
-
-
-def other_choices(there: Any, here: Any, name: str = "") -> Iterator[Difference]:
-    """Yield where two values of `chosen_for` differ. Numbers are equal that float32 does not tell apart."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in (key for key in there if key in here):  # another version of torch may have more
-            yield from other_choices(there[key], here[key], f"{name} {key}".strip())
-    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        for number, pair in enumerate(zip(there, here, strict=True)):
-            yield from other_choices(*pair, f"{name} {number}")
-    else:
-        numbers = isinstance(there, (int, float)) and isinstance(here, (int, float))
-        # Settings that went through float32 tensors come back with 7 digits.
-        if not (alike(there, here) or (numbers and math.isclose(there, here, rel_tol=1e-6))):
-            yield Difference(name, there, here)
-
-
-def differences_in_words(unlike: list[Difference]) -> str:
-    """Return the first differences as a clause, and the number of the others: there may be a thousand shards."""
-    message = "; ".join(
-        f"{name}: {there} in the checkpoint, {here} now" for name, there, here in unlike[:MOST_NAMED_DIFFERENCES]
-    )
-    return message + (
-        f"; and {len(unlike) - MOST_NAMED_DIFFERENCES:,} more" if len(unlike) > MOST_NAMED_DIFFERENCES else ""
-    )
-
-
-def is_length(one: Difference) -> bool:
-    """Return whether schedulers differ in their length."""
-    return any(word in LENGTH_NAMES for word in one.name.split())
-
-
-# ---- which checkpoint
 
 
 def saved_step(output_dir: Path) -> int | None:
@@ -220,6 +76,8 @@ class Resume:
         self.lock: Lock | None = None
         self._asked: Facts = {}  # the flags as they were given: `auto` is still `auto`
         self._warnings: list[str] = []
+        self._real: list[Difference] = []  # flags that differ, and may be settings of optimizers
+        self._kept: list[Difference] = []  # settings that the program has chosen otherwise
         self.arithmetic: dict[str, str] = {}  # of this run, when it starts
         self._content: tuple[Facts, dict[str, Tensor]] | None = None  # on rank 0, until training begins
         if engine.rank == 0:
@@ -359,6 +217,11 @@ class Resume:
             raise UserError(
                 f"{self.directory} holds a run with different flags ({differences_in_words(unlike)}): {remedy}"
             )
+        # The first step shows which of these it has: the checkpoint's, or those that the program sets.
+        self._real = [one for one in unlike if has_real(one.there) or has_real(one.here)]
+        self._warn_of_flags([one for one in unlike if one not in self._real])
+
+    def _warn_of_flags(self, unlike: list[Difference]) -> None:
         if unlike:
             message = f"the checkpoint was written with different flags ({differences_in_words(unlike)})"
             self._warn(f"{message}: continued with those given now")
@@ -367,7 +230,7 @@ class Resume:
         """On rank 0, compare what the program has chosen for optimizers and schedulers with what the checkpoint's had.
 
         Raises UserError, as for other flags. On another number of ranks, for another length, and for a checkpoint that
-        --resume names, a line says that those of the checkpoint are kept.
+        --resume names, `tell_settings` says which are kept.
         """
         assert self.facts is not None
         unlike = list(other_choices(self.facts["chosen"], chosen))
@@ -383,12 +246,29 @@ class Resume:
         # A scheduler of another length begins again as it is now: `optim.redone`. Another line tells its length.
         again = {one.name.split()[0] for one in unlike if self.lengthened and is_length(one)} | {LAYERS}
         new = [one for one in unlike if one.name.split()[0] in again and not is_length(one)]
-        kept = [one for one in unlike if one.name.split()[0] not in again]
-        for which, what in ((kept, "those of the checkpoint are kept"), (new, "those given now are used")):
-            if which:
-                self._warn(
-                    f"the program has other settings than the checkpoint ({differences_in_words(which)}): {what}"
-                )
+        self._kept += [one for one in unlike if one.name.split()[0] not in again]
+        self._warn_of_settings(new, "those given now are used")
+
+    def _warn_of_settings(self, unlike: list[Difference], what: str) -> None:
+        if unlike:
+            self._warn(f"the program has other settings than the checkpoint ({differences_in_words(unlike)}): {what}")
+
+    def tell_settings(self, restored: Facts, now: Facts) -> None:
+        """On rank 0, say which flags and settings the first step has, where the checkpoint and the program have others.
+
+        restored, now: what `chosen_for` returns of the optimizers, when all was restored, and at the first step.
+        """
+        set_since = {one.name for one in other_choices(restored, now)}  # such as by step.lr
+        kept, flags, named = [one for one in self._kept if one.name not in set_since], self._real, list[Difference]()
+        told = len(self._warnings)
+        for one in kept:
+            mine = [flag for flag in flags if is_of(flag, one)]
+            named.append(one._replace(name=", ".join([*(flag.name for flag in mine), one.name])))
+        self._warn_of_settings(named, "those of the checkpoint are kept")
+        self._warn_of_flags([flag for flag in flags if not any(is_of(flag, one) for one in kept)])
+        for warning in self._warnings[told:]:
+            self.output.event("error", kind="checkpoint", message=warning)
+        self._real, self._kept = [], []
 
     def require_samples(self, source: Input) -> None:
         """Raise UserError on every rank if the program reads other samples than the run to resume."""

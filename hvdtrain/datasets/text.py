@@ -39,6 +39,13 @@ BLOCK_BYTES = 2**22  # read and converted at a time
 TOKENS_LOCK_SECONDS = 600.0  # how long to wait for another process, which may take minutes to learn byte pairs
 IGNORED = -100  # the default ignore_index of torch's cross-entropy
 TOKENS_FORMAT = 2  # format version of the files in the cache
+COMPRESSED_TEXTS = {  # no text begins like these
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh91AY&SY": "bzip2",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +175,9 @@ def text_blocks(paths: Sequence[Path], kind: str) -> Iterator[str | bytes]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             with files.opened_for_reading(path) as file:
+                first = b"" if kind == "bytes" else file.peek(16)
+                if by := next((by for begins, by in COMPRESSED_TEXTS.items() if first.startswith(begins)), None):
+                    raise UserError(f"--text {path}: compressed by {by}: unpack it, and name the text that was in it")
                 while chunk := file.read(BLOCK_BYTES):
                     yield chunk if kind == "bytes" else decoder.decode(chunk)
                 decoder.decode(b"", final=True)

@@ -7,6 +7,7 @@ import io
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -346,12 +347,13 @@ def sorted_parts(
 
 def prepare(
     engine: Engine, averaging: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
-    find_unused_parameters: bool,
+    find_unused_parameters: bool, weights: Path | None = None,
 ) -> Prepared:  # fmt: skip
     """Return the prepared models and optimizers. A collective. Restore a checkpoint after it, before training.
 
     averaging: what averages the gradients of a step. names: of the parts; "": the script gave none.
     micro_batches: maximum number per step. find_unused_parameters: some parameters may get no gradient in some steps.
+    weights: the file to begin with; None where a checkpoint has them.
     """
     given, models, optimizers = sorted_parts(parts, names)
     optimize_scripts_at_once()
@@ -361,13 +363,13 @@ def prepare(
     for model in models:
         model.to(engine.device)
         give_memory(model)
-    if flags.weights is not None:
+    if weights is not None:
         from hvdtrain.models.weights import load_weights
 
         with engine.raising_together("weights"):
             # The others get these weights by the broadcast below: one rank reads the file, not all at once.
             if engine.rank == 0:
-                load_weights(models[0], flags.weights)
+                load_weights(models[0], weights)
     named = named_parameters(models)
     with engine.raising_together("prepare"):
         names_of = {parameter: name for name, parameter in named}
@@ -385,7 +387,7 @@ def prepare(
     prepared = Prepared(averaging, models, replicas, optimizers, scaler, named, zero_for_missing=find_unused_parameters)
     for model in models:
         engine.broadcast_model(model)
-    if flags.weights is not None:
+    if weights is not None:
         share_extra_state(engine, models[0])
     for optimizer in optimizers:
         engine.broadcast_optimizer_state(optimizer)

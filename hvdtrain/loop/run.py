@@ -85,7 +85,10 @@ class Run(RunTools):
         names = [""] * len(parts) + list(named)
         parts = (*parts, *named.values())
         averaging = self.features.averaging or self.engine
-        prepared = prepare(self.engine, averaging, self.flags, parts, names, micro_batches, find_unused_parameters)
+        weights = self.flags.weights if self.checkpoints.resume.facts is None else None
+        prepared = prepare(
+            self.engine, averaging, self.flags, parts, names, micro_batches, find_unused_parameters, weights
+        )
         self.checkpoints.restore(prepared)
         for optimizer in prepared.optimizers:
             keep_in_order(prepared, optimizer)

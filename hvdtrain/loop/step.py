@@ -213,7 +213,8 @@ class Step:
                         raise
                 self._batch = None
                 if not self._calls:
-                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}")
+                    also = "; also of a loss that is NaN: --max-skipped N leaves such steps out"
+                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}{also}")
                 if number < count - 1:
                     shared.clock.mark("compute")
             if self._outputs is not None:

@@ -47,6 +47,16 @@ def json_value(value: Any) -> object:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def make_room_for_summary(path: Path) -> None:
+    """Remove summary.json of an earlier attempt: it would say that this one has ended. What else is there gets another name.
+    Raises OSError."""
+    with contextlib.suppress(OSError):  # no file, or a link to none, a directory, a pipe
+        if (summary := parsed(files.read_text(path))) and summary.keys() >= {"world_size", "samples_per_second"}:
+            path.unlink()
+    if os.path.lexists(path):
+        path.rename(files.unused_name(path))
+
+
 class Events:
     """Appends events to metrics.jsonl, if it was opened, and hands them to listeners. began: when this process did, on the
     monotonic clock."""

@@ -63,11 +63,7 @@ class RunOutput(records.Events):
             return
         with files.output_to(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            summary = directory / "summary.json"
-            if summary.is_dir() and not summary.is_symlink():
-                summary.rename(files.unused_name(summary))
-            # A summary tells that a run has ended: that of an earlier attempt would say so of this one.
-            summary.unlink(missing_ok=True)
+            records.make_room_for_summary(directory / "summary.json")
             self.open_events(directory / "metrics.jsonl", continued=continued)
         if self._wants_board:
             from hvdtrain.output.tensorboard import Board

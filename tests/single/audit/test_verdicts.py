@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.audit.attempts import Run, Trace
-from hvdtrain.audit.verdicts import Case, compare_wholes, judge
+from hvdtrain.audit.verdicts import GUARANTEES, Case, compare_wholes, judge
 
 STEPS = 12
 HOLDS = {"ok", "not seen"}
@@ -149,6 +149,7 @@ def test_each_difference_is_told():
     assert one("rows", [[101, -11], [100, 10]]) == {}  # in one batch
     assert one("rows", [[7, 10], [101, -11]])["augmentation"].startswith("other content in 1 of 8 uses")
     assert one("rows", [[1, 4]])["samples"] == "of 24, 2 lost, 1 repeated, from step 11 on"
+    assert "saved between micro-batches, and gradients so far are lost" in GUARANTEES["samples"].cause
     other = "of 24, 2 lost, 0 repeated, 2 of content that the whole run never had, from step 11 on"
     assert one("rows", [[1, 77], [1, 78]])["samples"] == other
     other = "of 24, 2 lost, 1 repeated, 1 of content that the whole run never had, from step 11 on"

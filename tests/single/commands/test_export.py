@@ -136,6 +136,9 @@ WRONG = {
     "nowhere: No such file or directory: name a valid checkpoint, or the --output-dir of a run": lambda tmp, out: (
         export.main([str(tmp / "nowhere"), "--to", str(out)])
     ),
+    "step-00000002.safetensors: a file: --best needs the directory of the run": lambda tmp, out: (
+        program(tmp) and export.main([str(tmp / "checkpoints/step-00000002.safetensors"), "--best", "--to", "w.pt"])
+    ),
     "would be among the checkpoints of a run: give a file elsewhere": lambda tmp, out: (
         program(tmp) and export.main([str(tmp), "--to", str(tmp / "checkpoints/step-00000002.safetensors")])
     ),

@@ -44,6 +44,7 @@ FIRST = {  # flags before those of a row, which count; what is not refused ends 
 REFUSED = {
     "mnist": {
         "--epoch 1": "unrecognized arguments: --epoch",
+        "--local-rank=1": "torch.distributed.launch adds --local-rank=1: start the program by torchrun",
         "--lr -1": "argument --lr: '-1' is not a number above 0",
         "--lr nan": "argument --lr: 'nan' is not a number above 0",
         "--momentum 1": "argument --momentum: '1' is not a number of at least 0 and below 1",

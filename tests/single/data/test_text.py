@@ -1,6 +1,10 @@
 """Texts as tokens: what is trained on and what is held out, three kinds of vocabulary, the cache, and what is refused."""
 
+import bz2
+import gzip
 import json
+import lzma
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,6 +64,21 @@ def test_blocks_may_end_inside_a_character(book, monkeypatch):
         monkeypatch.setattr(text, "BLOCK_BYTES", size)
         monkeypatch.setattr(text, "TOKENS_FORMAT", size + 100)  # so that the cache is not asked
         assert torch.equal(whole, text.load_tokens([book], "characters").train)
+
+
+@pytest.mark.parametrize("name", ["gzip", "zip", "xz", "bzip2", "zstd"])
+def test_a_compressed_text_is_to_be_unpacked(name, tmp_path):
+    """It was said to be no UTF-8, to be converted with iconv."""
+    path, content = tmp_path / "book", b"a text\n" * 9
+    if name == "zip":  # stored as it is, it would be trained on
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("book.txt", content)
+    else:
+        known = {"gzip": gzip.compress, "xz": lzma.compress, "bzip2": bz2.compress}
+        path.write_bytes(known[name](content) if name in known else bytes.fromhex("28b52ffd0458"))
+    with pytest.raises(UserError, match=f"book: compressed by {name}: unpack it"):
+        text.load_tokens([path], "characters")
+    assert text.load_tokens([path], "bytes").train.numel()
 
 
 def test_bytes_take_any_file(tmp_path):

@@ -99,6 +99,20 @@ def test_a_directory_in_place_of_the_summary_is_put_aside(engine, tmp_path):
     assert (tmp_path / "summary.1.json").is_dir()
 
 
+@pytest.mark.parametrize("content", ['{"total": 3}', "", "[1]"])
+def test_a_summary_of_another_tool_is_put_aside(content, engine, tmp_path):
+    """It was overwritten."""
+    (tmp_path / "summary.json").write_text(content)
+    own = {"world_size": 1, "samples_per_second": 2.0}
+    for _ in range(2):
+        with RunOutput(engine, tmp_path, progress=False) as output:
+            output.open(continued=True)
+            assert not (tmp_path / "summary.json").exists()
+            output.end(own)
+    assert (tmp_path / "summary.1.json").read_text() == content
+    assert sorted(path.name for path in tmp_path.glob("summary*")) == ["summary.1.json", "summary.json"]
+
+
 # ---- TensorBoard
 
 METRICS = {"loss": {"direction": "min", "percent": False}}

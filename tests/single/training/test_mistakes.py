@@ -122,7 +122,7 @@ MISTAKES = {
     "another optimizer": (
         dict(backward="step.backward(loss, torch.optim.SGD(network().parameters(), lr=0.1))"), "this optimizer did not come from run.prepare"),
     "an evaluation within another": (dict(after="with run.evaluating(5), run.evaluating(5): pass"), r"run.evaluating\(\) inside of run.eval"),
-    "forgot backward": (dict(backward=""), "a micro-batch had no backward pass: write `for batch"),
+    "forgot backward": (dict(backward=""), "no backward pass: write `for batch.*NaN: --max-skipped N"),
     "loss.backward() instead": (dict(backward="loss.backward()"), "a micro-batch had no backward pass"),
     "forgot the update": (dict(update=""), "has gradients that were not applied: call step.update"),
     "a GAN's first loss for both optimizers": (

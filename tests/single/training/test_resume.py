@@ -15,7 +15,7 @@ import torch
 from hvdtrain import export, imagenet, mnist, training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
-from hvdtrain.checkpoint.resume import differences
+from hvdtrain.checkpoint.differences import differences
 from hvdtrain.checkpoint.writer import CheckpointInterval
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import Announced
@@ -103,6 +103,35 @@ def test_a_resumed_run_says_that_other_weights_are_not_used(copy, tmp_path, capf
     assert export.main([str(copy), "--to", str(file)]) == 0
     assert alone(copy, f"--weights {file}") == 0
     assert f"--weights {file} is not used: the weights are those of the checkpoint" in capfd.readouterr().out
+
+
+def test_a_run_that_is_resumed_does_not_need_the_weights_with_which_it_began(copy, tmp_path):
+    file = tmp_path / "weights.pt"
+    assert export.main([str(copy), "--to", str(file)]) == 0
+    assert alone(tmp_path / "out", f"--weights {file}") == 0
+    file.unlink()
+    assert alone(tmp_path / "out", f"--epochs 3 --weights {file}") == 0
+    with pytest.raises(UserError, match="No such file or directory: name a file that can be read"):
+        alone(tmp_path / "out", f"--resume never --weights {file}")
+
+
+IN_THE_FIRST_STEP = {
+    "--lr 0.5": "different flags (--lr: 0.01 in the checkpoint, 0.5 now): continued with those given now",
+    "--momentum 0.3": "(--momentum, Adam betas 0: 0.9 in the checkpoint, 0.3 now): those of the checkpoint are kept",
+}
+
+
+@pytest.mark.parametrize("flags", IN_THE_FIRST_STEP)
+def test_one_line_says_which_settings_the_first_step_has(flags, finished, tmp_path, capfd):
+    """Two lines said that those given now were used, and that they were not."""
+    outputs = {given: tmp_path / f"out{len(given)}" for given in ("", flags)}
+    for given, directory in outputs.items():
+        assert alone(directory, f"--resume {finished} --epochs 3 --checkpoint-steps 1 {given}") == 0
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if " now)" in line)
+    assert line.endswith(IN_THE_FIRST_STEP[flags])
+    assert [event["message"] for event in events(outputs[flags], "error")] == [line.removeprefix("warning: ")]
+    hashes = {summary(directory)["parameters_sha256"] for directory in outputs.values()}
+    assert len(hashes) == (1 if "kept" in line else 2)
 
 
 def test_what_rounds_differently_is_said(tmp_path, monkeypatch, capsys):
