@@ -6,7 +6,6 @@ sets it.
 """
 
 import contextlib
-import hashlib
 import inspect
 import os
 import re
@@ -23,8 +22,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
-from hvdtrain.program.reached import HOOK, MOST_PARTS, RESULT, GeneratorMark, Reached, Reading, is_plain
-from hvdtrain.program.shown import only_decides_prints
+from hvdtrain.program.reached import (
+    HOOK,
+    MOST_PARTS,
+    RESULT,
+    GeneratorMark,
+    Reached,
+    Reading,
+    first_values,
+    is_plain,
+    orders_of,
+)
+from hvdtrain.program.shown import is_left, only_decides_prints, only_sets_keys
 from hvdtrain.program.uses import (
     ATTRIBUTES,
     OF_ALL_NAMES,
@@ -33,6 +42,7 @@ from hvdtrain.program.uses import (
     first_uses,
     is_computed_with,
     looks_for_keys,
+    named,
     of_batches,
     only_sets,
     reads,
@@ -45,37 +55,16 @@ Loops = Sequence[tuple[CodeType, int]]  # code, and the offset from which its lo
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
-SHOWN, MOST_LINES = 3, 3  # names in a line
+MOST_LINES = 3
 OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # in the names of files
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
+CARRIED_ON = "is carried on from step to step or epoch to epoch, and no checkpoint has it"
+BEGAN_ANEW = "began anew when this epoch was resumed, without its first {} samples"
+LEFT = "is set in some epochs and used after the last one, and no checkpoint has it"
 HOOKING = re.compile(r"register_\w*hook$")
-MOST_NAMES = 100_000  # of classes, words, files
 NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
 OF_THE_PROGRAM = contextlib.suppress(Exception)
-
-
-def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order."""
-    found = dict[str, list[str]]()
-    for name, value in names.items():
-        if not isinstance(value, dict | list | tuple) or not 1 < len(value) <= MOST_NAMES:
-            continue
-        if any(type(one) is not str for one in value):
-            continue
-        if not isinstance(value, dict):
-            has, order = sorted(value), list(value)
-        elif all(type(number) is int for number in value.values()):
-            has, order = [sorted(value), sorted(value.values())], sorted(value.items())
-        else:
-            continue
-        found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
-    return found
-
-
-def first_values(tensor: Tensor) -> object:
-    """Return the shape of a tensor and its first values."""
-    return tensor.shape, *tensor.detach().reshape(-1)[:4].tolist()
 
 
 class Carried:
@@ -119,11 +108,11 @@ class Carried:
                 for name, (has, order) in self.orders.items()
                 if before[name][0] == has and before[name][1] != order
             ]:
-                what = f"{self._named(mixed, self._code)} has another order than when the run began"
+                what = f"{named(mixed, self._code)} has another order than when the run began"
                 say(f"warning: {what}: sort what comes from a set or a directory")
             self.orders = before
             if copies := self._copies(restored):
-                what = f"{self._named(copies, self._code)} has what was restored, and not what the run began with"
+                what = f"{named(copies, self._code)} has what was restored, and not what the run began with"
                 say(f"warning: {what}: copy it before run.prepare(), or give the copy to run.register")
 
     def _copies(self, restored: Sequence[Tensor]) -> list[str]:
@@ -175,19 +164,21 @@ class Carried:
                 or (samples == self._resumed and repr(leaf.mark) in NOT_FILLED)
             ]  # fmt: skip
             if gathered := [name for name in changed if name not in self._told and self._is_gathered(name, now[name])]:
-                what = self._named(gathered, self._loops[-1][0])
-                lacks = f"began anew when this epoch was resumed, without its first {self._resumed} samples"
-                self._say(f"warning: {what} {lacks}: {KEEP_IT}, and empty it in another epoch only")
+                what = named(gathered, self._loops[-1][0])
+                self._say(
+                    f"warning: {what} {BEGAN_ANEW.format(self._resumed)}: {KEEP_IT}, and empty it in another epoch only"
+                )
 
     def _is_gathered(self, name: str, leaf: Reading) -> bool:
         """Return whether an epoch begins with a new value, which its steps then use and change."""
         (epochs, first), (code, start) = self._loops
         variable, attribute = re.split(r"[.\[]", name)[0], name.rpartition(".")[2]
-        if "LOAD" not in first_uses(code, start, variable, of=VARIABLES) or self._is_time(leaf.mark):
+        own = leaf.owner is not None and self._is_own(type(leaf.owner))  # whose reset() need not set all
+        if "LOAD" not in first_uses(code, start, variable, of=VARIABLES, emptied=not own) or self._is_time(leaf.mark):
             return False
         if leaf.owner is not None and self._is_set_first(type(leaf.owner), attribute, self._loops[-1:]):
             return False  # in each step: the last value only
-        if first_uses(code, first if code is epochs else None, variable, of=VARIABLES) == {"STORE"}:
+        if first_uses(code, first if code is epochs else None, variable, of=VARIABLES, emptied=not own) == {"STORE"}:
             return True
         return leaf.owner is not None and self._is_set_anew(type(leaf.owner), attribute)
 
@@ -220,6 +211,11 @@ class Carried:
 
     def _look(self, numbers: bool) -> None:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
+        for name, leaf in now.items() if self._first else ():  # a function has an attribute from its first call on
+            if isinstance(leaf.owner, FunctionType):
+                self._first.setdefault(name, leaf.mark)
+        left = [name for name, leaf in now.items() if repr(self._first.get(name)) != repr(leaf.mark)]
+        left = [name for name in left if now[name].owner is None and is_left(self._code, self._offset, name)]
         lost = [
             name for name, leaf in now.items()
             if (name in self._began or leaf.owner is not None) and name not in (self._results or ())
@@ -228,16 +224,20 @@ class Carried:
         for name in [name for name in lost if self._is_filled(name, now[name])]:
             self._first[name] = now[name].mark
             lost.remove(name)
-        if not (lost := [name for name in lost if self._is_carried(name, now[name])]):
+        lost = [name for name in lost if self._is_carried(name, now[name])]
+        if not (lost or left):
             return
         known = tree_leaves([held for name, held in self._of_run().items() if name in self._code.co_names])
         others = [one for one in self._saved.values() if not isinstance(one, nn.Module) and not is_generator(one)]
         known += tree_leaves([one.state_dict() for one in others])
         texts = {repr(one) for one in known if is_plain(one)}
-        marks = {name: now[name].mark for name in lost}
-        lost = [name for name, mark in marks.items() if repr(mark) not in texts and not self._is_time(mark)]
+        marks = {name: now[name].mark for name in (*lost, *left)}
+        lacking = {name for name, mark in marks.items() if repr(mark) not in texts and not self._is_time(mark)}
+        lost = [name for name in lost if name in lacking]
         generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
         self._warn(lost, self._code, "give it to run.register" if generators else KEEP_IT)
+        left = [name for name in left if name in lacking]
+        self._warn(left, self._code, f"run.load_best() has the best weights; of others, {KEEP_IT}", LEFT)
 
     def _is_filled(self, name: str, now: Reading) -> bool:
         """Return whether something was empty, as what the first epoch computes once: an attribute of a layer, which was
@@ -257,17 +257,11 @@ class Carried:
         having = [code for code in having if last in code.co_names and code is not self._code]
         return bool(having) and all(looks_for_keys(code, last) for code in having)
 
-    def _warn(self, lost: Sequence[str], code: CodeType, remedy: str = KEEP_IT) -> None:
+    def _warn(self, lost: Sequence[str], code: CodeType, remedy: str = KEEP_IT, message: str = CARRIED_ON) -> None:
         if (lost := [name for name in lost if name not in self._told]) and self._lines < MOST_LINES:
             self._told.update(lost)
             self._lines += 1
-            message = "is carried on from step to step or epoch to epoch, and no checkpoint has it"
-            self._say(f"warning: {self._named(lost, code)} {message}: {remedy}")
-
-    @staticmethod
-    def _named(names: Sequence[str], code: CodeType) -> str:
-        what = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        return f"{what} of {'the program' if code.co_name == '<module>' else f'{code.co_name}()'}"
+            self._say(f"warning: {named(lost, code)} {message}: {remedy}")
 
     def is_used_before_set(self, owner: object, attribute: str) -> bool:
         """Return whether a method of an object, or the loop, may read this attribute before it is set anew."""
@@ -289,6 +283,15 @@ class Carried:
         layers = [layer for model in models for at, layer in model.named_modules() if at == path]
         with OF_THE_PROGRAM:
             return all(self._is_set_anew(type(one), attribute) for one in layers if hasattr(one, attribute))
+        return False
+
+    def begins_anew(self, layer: nn.Module, attribute: str, *, at_head: bool) -> bool:
+        """Return whether an epoch begins with a new value of this attribute of a layer, which its steps then use. at_head:
+        its head has changed it."""
+        kind = type(layer)
+        with OF_THE_PROGRAM:
+            anew = self._is_own(kind) if at_head else self._is_set_anew(kind, attribute)
+            return anew and not self._is_set_first(kind, attribute, self._loops[-1:])
         return False
 
     def _is_set_anew(self, kind: type, attribute: str) -> bool:
@@ -362,6 +365,8 @@ class Carried:
         if isinstance(owner, FunctionType):
             if first_uses(owner.__code__, None, attribute, of=("_DEREF",)) == {"STORE"}:
                 return False
+            if attribute in vars(owner) and self._is_set_by_call(owner, attribute):
+                return False
         elif isinstance(owner, nn.Module | Sampler):
             if self._is_set_anew(type(owner), attribute):
                 return False
@@ -373,6 +378,8 @@ class Carried:
                 return False
         here = owner is None or self._is_here(owner)
         if here and only_decides_prints(self._code, attribute if owner is not None else variable):
+            return False
+        if name == THE_GLOBAL + variable and only_sets_keys(self._code, variable, self._globals.get(variable)):
             return False
         of_function = isinstance(owner, FunctionType)
         if (owner is None or of_function) and self._is_set_by_hooks(attribute if of_function else variable):
@@ -388,6 +395,13 @@ class Carried:
             return True
         emptied = owner is None or not self._is_own(type(owner))
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
+
+    def _is_set_by_call(self, function: FunctionType, attribute: str) -> bool:
+        """Return whether each step or epoch sets this attribute of a function before its use, and no other one reads it."""
+        held = [one.__code__ for _, one in self._functions(FunctionType) if isinstance(one, FunctionType)]
+        read = any(reads(code, attribute) for code in held if code not in (function.__code__, self._code))
+        anew = self._is_set_anew(FunctionType, attribute)
+        return anew or (not read and self._is_set_first(FunctionType, attribute, self._loops))
 
     def _is_set_by_hooks(self, variable: str) -> bool:
         """Return whether hooks of an optimizer or a layer set a collection, each time anew, and a step reads it after its
@@ -433,6 +447,10 @@ class Carried:
             if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):
                 with OF_THE_PROGRAM:
                     reached.add(name.removeprefix(THE_GLOBAL) if isinstance(value, type) else name, value)
+            elif followed and isinstance(value, FunctionType):
+                for attribute, one in vars(value).items():
+                    if is_plain(one):
+                        reached.add(f"{name}.{attribute}", one, value)
         if "environ" in self._called() and not numbers:
             reached.add(THE_GLOBAL + "os.environ", os.environ)
         return reached.leaves

@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.engines.portable import has_memory
-from hvdtrain.program.carried import Carried
+from hvdtrain.program.carried import BEGAN_ANEW, OF_THE_PROGRAM, Carried
 from hvdtrain.program.reached import mark_of
 
 
@@ -170,6 +171,23 @@ def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
     return held
 
 
+def kept_by(models: Sequence[nn.Module]) -> dict[str, object]:
+    """Return what shows whether the buffers of modules change that checkpoints have, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): mark_of([one])
+        for model in models
+        for path, module in model.named_modules()
+        for name, one in module._buffers.items()
+        if one is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def empty_in(models: Sequence[nn.Module]) -> dict[str, object]:
+    """Return the attributes of modules that are None, by name, as a state is before the first step."""
+    layers = [(path, vars(module)) for model in models for path, module in model.named_modules()]
+    return {f"{path}.{name}".lstrip("."): None for path, held in layers for name, one in held.items() if one is None}
+
+
 def optimizers_in(what: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """Yield the optimizers that an object, or a layer of a module, has as attributes, by path."""
     for path, holder in what.named_modules() if isinstance(what, nn.Module) else [("", what)]:
@@ -192,6 +210,11 @@ class Lacking:
         self._compared = set[tuple[str, str]]()  # registered objects, and optimizers in them
         self._marks = [marks_of(optimizer) for optimizer in optimizers]
         self._beside: dict[str, object] | None = None  # what modules held when training began
+        self._kept = dict[str, object]()  # the buffers with which the loop began
+        self._at_head, self._resumed = (
+            dict[str, object](),
+            0,
+        )  # of a resumed epoch: what modules held, its samples before
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Look at these, too, which are not restored yet."""
@@ -206,6 +229,39 @@ class Lacking:
         """Note what modules hold that no checkpoint has."""
         if self._beside is None:
             self._beside = held_by(self._models)
+
+    def begin_loop(self, carried: Carried) -> None:
+        """Look at what a program carries on in its loop over `run.epochs`, and at the buffers with which it begins."""
+        self.carried = carried
+        with OF_THE_PROGRAM:
+            self._kept = kept_by(self._models)
+
+    def begin_steps(self, frame: FrameType, resumed: int) -> None:
+        """See Carried."""
+        self._resumed, self._at_head = resumed, {}
+        if self.carried is not None:
+            self.carried.begin_steps(frame, resumed)
+            with OF_THE_PROGRAM:
+                now = kept_by(self._models) if resumed else {}
+                changed = {name: mark for name, mark in now.items() if self._kept.get(name, mark) != mark}
+                self._at_head = empty_in(self._models) | held_by(self._models) | changed if resumed else {}
+
+    def end_steps(self, samples: int) -> None:
+        """See Carried. And look what a model has gathered since the head of a resumed epoch, which set it back."""
+        if self.carried is not None:
+            self.carried.end_steps(samples)
+            with OF_THE_PROGRAM:
+                self._warn_of_gathered(self.carried)
+
+    def _warn_of_gathered(self, carried: Carried) -> None:
+        now = held_by(self._models) | kept_by(self._models) if self._at_head else {}
+        for name in [name for name, mark in self._at_head.items() if now.get(name, mark) != mark]:
+            path, _, attribute = name.rpartition(".")
+            layers = [layer for model in self._models for at, layer in model.named_modules() if at == path]
+            if any(carried.begins_anew(one, attribute, at_head=name in self._kept) for one in layers):
+                remedy = "keep it in a buffer, and set it back in another epoch only"
+                self._warn(f"{name} of a model {BEGAN_ANEW.format(self._resumed)}", remedy)
+                return
 
     def _warn_of_modules(self) -> None:
         """Say once what the program changes in a model that no checkpoint has."""

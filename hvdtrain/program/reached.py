@@ -9,6 +9,7 @@ import datetime
 import enum
 import functools
 import gc
+import hashlib
 import itertools
 import operator
 import os
@@ -17,7 +18,7 @@ import sys
 import threading
 import zlib
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from numbers import Number
@@ -53,6 +54,7 @@ HOOKS = (
 
 
 MOST_COMPARED = 2**16  # values
+MOST_NAMES = 100_000  # of classes, words, files
 
 
 def mark_of(tensors: Sequence[Tensor]) -> object:
@@ -149,6 +151,29 @@ def read_so_far(iterator: Any, depth: int = 0) -> object:
     # Others, such as zip and map, hold what they read. Only the garbage collector knows that.
     inside = gc.get_referents(iterator) if depth < DEEPEST else ()
     return [read_so_far(one, depth + 1) for one in inside if isinstance(one, Iterator | list | tuple)]
+
+
+def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order."""
+    found = dict[str, list[str]]()
+    for name, value in names.items():
+        if not isinstance(value, dict | list | tuple) or not 1 < len(value) <= MOST_NAMES:
+            continue
+        if any(type(one) is not str for one in value):
+            continue
+        if not isinstance(value, dict):
+            has, order = sorted(value), list(value)
+        elif all(type(number) is int for number in value.values()):
+            has, order = [sorted(value), sorted(value.values())], sorted(value.items())
+        else:
+            continue
+        found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
+    return found
+
+
+def first_values(tensor: Tensor) -> object:
+    """Return the shape of a tensor and its first values."""
+    return tensor.shape, *tensor.detach().reshape(-1)[:4].tolist()
 
 
 class Reached:

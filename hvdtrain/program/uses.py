@@ -9,6 +9,7 @@ import inspect
 import linecache
 import re
 import sys
+from collections.abc import Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_MET
 ENDS = ("RETURN", "RAISE", "RERAISE")
 EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
+SHOWN = 3  # names in a line
 OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple"}  # these read all attributes
 
 
@@ -39,12 +41,13 @@ def is_emptied(following: list[dis.Instruction]) -> bool:
 @functools.cache
 def first_uses(
     code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
-    stops: tuple[str, ...] = (), emptied: bool = False,
+    stops: tuple[str, ...] = (), emptied: bool = False, after: bool = False,
 ) -> set[str]:  # fmt: skip
     """Return what may be the first use of `name`: LOAD, STORE, or END if there may be none. A loop within runs once.
 
     start: the body of the first loop from this offset on is read; None: a whole function. calls: names that count as STORE.
-    stops: those that count as LOAD. emptied: what empties a collection or fills an array counts as STORE, too.
+    stops: those that count as LOAD. emptied: what empties a collection or fills an array counts as STORE, too. after: what
+    follows that loop is read.
     """
     # A jump to an instruction with a large argument leads to the
     # EXTENDED_ARG before it: `bisect_left` finds what follows.
@@ -53,6 +56,8 @@ def first_uses(
     loops = [place for place, one in enumerate(lines) if one.opname == "FOR_ITER" and one.offset >= (start or 0)]
     loop = -1 if start is None else next(iter(loops), len(lines))
     found, known, waiting = set[str](), set[int](), [loop + 1]
+    if after and loop < len(lines):
+        loop, waiting = -1, [bisect.bisect_left(offsets, lines[loop].argval)]
     while waiting:
         if (place := waiting.pop()) in known or place >= len(lines):
             continue
@@ -118,7 +123,8 @@ def stores(function: object, attribute: str) -> set[str]:
     code = function.__code__ if isinstance(function, FunctionType) else None
     if code is None or code.co_name == "__init__" or attribute not in attributes_set(code):
         return set()
-    return first_uses(code, None, attribute, of=ATTRIBUTES)
+    asked = {"getattr", "hasattr"} & set(code.co_names) and attribute in code.co_consts
+    return first_uses(code, None, attribute, of=ATTRIBUTES) | ({"LOAD"} if asked else set())
 
 
 @functools.cache
@@ -165,6 +171,12 @@ def reads(code: CodeType, attribute: str) -> bool:
     loads = [one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     return attribute in (*loads, *code.co_consts) or any(reads(one, attribute) for one in inner)
+
+
+def named(names: Sequence[str], code: CodeType) -> str:
+    """Return the first of these names, and whose they are."""
+    what = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    return f"{what} of {'the program' if code.co_name == '<module>' else f'{code.co_name}()'}"
 
 
 def variables_of(frame: FrameType, kind: type = object) -> dict[str, Any]:

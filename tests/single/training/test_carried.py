@@ -33,6 +33,9 @@ USED += (WeightedRandomSampler, MeanMetric, carrying, copy, os, queue, threading
 SOURCE = """
 import time
 bad = 0
+status = {"loss": None}
+def served():
+    return str(status)
 def worse():
     global bad
     bad += 1
@@ -51,6 +54,7 @@ BATCH
             value = step.loss
 EACH
 TAIL
+AFTER
 """
 
 
@@ -207,6 +211,25 @@ def noted(epoch, value):
 
 def set_marks(rows, value):
     rows.marks = value
+
+
+def tally():
+    tally.calls = getattr(tally, "calls", 0) + 1
+
+
+def shading(value):
+    shading.shade = value
+
+
+def shaded(value):
+    return value * shading.shade
+
+
+def noting(value):
+    if not hasattr(noting, "scale"):
+        noting.scale = 2.0
+    noting.scaled = value * noting.scale
+    return noting.scaled
 
 
 class Draws:
@@ -385,6 +408,8 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "scaler._growth_tracker": ("scaler = torch.amp.GradScaler('cpu')", "", "scaler._growth_tracker = step.number", ""),
     "calls[0].last_loss": ("calls = [Shown()]", "", "for call in calls:\n    call(value)", ""),
     "smooth.call.seen": ("smooth = Smooth()", "", "smooth.call(value)", ""),
+    "the global shading.shade": ("shading.shade = 1.0", "", "shaded(value)\nshading(value)", ""),
+    "the global tally.calls": ("", "", "tally()", ""),
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
@@ -414,6 +439,8 @@ KEPT = {
     "rows": (ROWS, "rows.set_epoch(epoch)", "", ""),
     "text": ("name = 'none'", "name = f'epoch {epoch}'", "print(name)", ""),
     "odd": ("odd = Odd()", "", "", ""),
+    "served": ("", "", "status.update(loss=value)", ""),
+    "of a function": ("vars(noting).clear()", "", "print(noting(value), noting.scaled)", ""),
     "outer": ("outer = Outer(scale=1.0)", "outer.scale = 1 - run.progress", "print(outer.scale)", ""),
     "cache": ("CACHE.clear()", "", "cached(step.number % 5)", ""),
     "growing": ("CACHE.clear()", "", "cached(step.number)", ""),
@@ -448,16 +475,30 @@ KEPT = {
 }  # fmt: skip
 
 
-TABLES = ["LOST", "KEPT", "GATHERED", "COPIES", "IN_STEPS", "ANEW", "ORDERS"]  # no part of a program
+TABLES = [
+    "LOST",
+    "KEPT",
+    "GATHERED",
+    "COPIES",
+    "IN_STEPS",
+    "ANEW",
+    "ORDERS",
+    "LEFT",
+    "SET_BACK",
+]  # no part of a program
 
 
-def trained(tmp_path, net, before="", head="", each="", tail="", batch="", momentum=0.0):
+def trained(tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None):
+    """file: where the program is, so that its source is read."""
     parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
+    parts["AFTER"] = (after, 4)
     source = SOURCE
     for name, (text, columns) in parts.items():
         source = source.replace(name, textwrap.indent(text, " " * columns))
     program = {name: one for name, one in globals().items() if name not in TABLES}
-    exec(compile(source, __file__, "exec"), program)
+    if file is not None:
+        file.write_text(source)
+    exec(compile(source, str(file or __file__), "exec"), program)
     with training.start(flags_for("--checkpoint-steps", "2", "--output-dir", str(tmp_path), epochs=3)) as run:
         program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01, momentum), (X, Y))
 
@@ -469,6 +510,9 @@ GATHERED = {
     "meter.total, meter.number": ("", "meter = Meter()", "meter.add(value)"),
     "kept.total, kept.number": ("kept = Meter()", "kept.reset()", "kept.add(value)"),
     "more": ("", "more = iter(range(9))", "next(more)"),
+    "measured.mean_value, measured.weight": ("measured = MeanMetric()", "measured.reset()", "measured.update(value)"),
+    "parts": ("parts = []", "parts.clear()", "parts.append(value)"),
+    "      ": ("measured = MeanMetric()", "", "measured.reset()\nmeasured.update(value)\nprint(measured.compute())"),
     "": ("stateful = Stateful()\nrun.register(stateful=stateful)", "seen = 0", "last = value\nprint(time.time())"),
     "    ": ("", "call = Monitor()", "call.last_note = [value]\nprint(call.last_note)"),
     " ": ("criterion = Criterion()", "", "criterion(value)\nprint(criterion.last)"),
@@ -548,6 +592,46 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
     assert lines[0].startswith(f"warning: {what} of main() is carried on from step to step or epoch to epoch, and no")
 
 
+BEST = "if value < 9 + epoch:\n    held = copy.deepcopy(net.state_dict())"
+LEFT = {  # before the loop, at the end of an epoch (or EACH step), after the loop; whether it is said
+    "the best weights": ("held = None", BEST, "if held is not None:\n    net.load_state_dict(held)", True),
+    "without a first value": ("", BEST, "net.load_state_dict(held)", True),
+    "by an object": (
+        "held, stop = None, Outer(least=9.0)", "stop.least = value\nif stop.least:\n    held = value", "print(held)", True,
+    ),
+    "by a call": ("held = None", "if Y.sum() < 9:\n    held = value", "print(held)", True),
+    "by what is recorded": ("held = None", "if run.progress < 2:\n    held = value", "print(held)", True),
+    "in each epoch": ("held = None", "held = value", "print(held)", False),
+    "in the last epoch": ("held = None", "if epoch in (0, len(range(2))):\n    held = value", "print(held)", False),
+    "in some steps": ("held = None", "EACH\nif step.number % 3 == 0:\n    held = value", "print(held)", False),
+    "by the loss of a step": ("held = None", "EACH\nif step.loss < 9:\n    held = value", "print(held)", True),
+    "by a flag": ("held = None", "if run.flags.epochs:\n    held = value", "print(held)", False),
+    "only printed": ("held = None", "if value < 9:\n    held = value", "if held is not None:\n    print('done')", False),
+    "not used": ("held = None", "if value < 9:\n    held = value", "held = 1\nprint(held)", False),
+    "where it ends": ("held = None", "if value < 9 and epoch:\n    held = value\n    break", "print(held)", False),
+    "a number": ("held = None", "if value < 9:\n    held = run.state.step", "print(held)", True),
+    "what a registered object has": (
+        "held, kept = None, Stateful(best=9.0)\nrun.register(kept=kept)", "if value < 9:\n    held = kept.best = value",
+        "print(held)", False,
+    ),
+    "a time": ("held = None", "if value < 9:\n    held = time.time()", "print(held)", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_the_best_epoch_leaves_for_the_end_is_said(case, tmp_path, capsys):
+    """A run that was resumed after the best epoch did not load its weights: others, exit code 0."""
+    before, tail, after, told = LEFT[case]
+    where = "each" if tail.startswith("EACH") else "tail"
+    how = {where: tail.removeprefix("EACH\n"), "after": after, "file": tmp_path / "program.py"}
+    trained(tmp_path, nn.Linear(3, 1), before, **how)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    said = (
+        "warning: held of main() is set in some epochs and used after the last one, and no checkpoint has it: run.load_"
+    )
+    assert [line[: len(said)] for line in lines if line.startswith("warning: held")] == [said] * told
+
+
 class Controller:
     def __init__(self):
         self.rows, self.cursor = [[k] for k in range(8)], 0
@@ -568,7 +652,7 @@ def test_each_part_of_an_object_is_said_when_it_changes(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_variable_that_is_set_anew_or_that_a_resumed_run_knows_is_left_alone(name, tmp_path, capsys):
-    trained(tmp_path, nn.Linear(3, 1), *KEPT[name])
+    trained(tmp_path, nn.Linear(3, 1), *KEPT[name], file=tmp_path / "program.py")
     assert "warning: " not in capsys.readouterr().out
 
 
@@ -644,6 +728,50 @@ def test_what_a_method_of_a_model_sets_anew_in_its_layers_is_left_alone(when, to
     trained(tmp_path, Whole(Warm()), "", f"{when}net.set_scale(epoch)")
     lines = [line for line in capsys.readouterr().out.splitlines() if "of a model has changed" in line]
     assert [line.split()[1] for line in lines] == ["0.scale"] * told
+
+
+class Recurrent(nn.Module):
+    def __init__(self, state, buffer=False):
+        super().__init__()
+        self.layer, self.last = nn.Linear(3, 1), 0.0
+        if buffer:
+            self.register_buffer("state", state)
+        else:
+            self.state = state
+
+    def forward(self, x):
+        self.last = x.mean().item()
+        self.state = (0.0 if self.state is None else self.state) + x.detach().mean()
+        return self.layer(x)
+
+
+def buffered():
+    return Recurrent(torch.zeros(()), buffer=True)
+
+
+SET_BACK = {  # the model; at the head of an epoch, in each micro-batch; whether it is said
+    "a number": (lambda: Recurrent(0.0), "net.state = 0.0", "", True),
+    "None": (lambda: Recurrent(None), "net.state = None", "", True),
+    "a new buffer": (buffered, "net.state = torch.zeros(())", "", True),
+    "a buffer": (buffered, "net.state.zero_()", "", True),
+    "a buffer that goes on": (buffered, "", "", False),
+    "in each micro-batch": (lambda: Recurrent(0.0), "net.state = 0.0", "net.state = 0.0", False),
+    "of a library": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), "net(X)", "", False),
+}
+
+
+@pytest.mark.parametrize("case", SET_BACK)
+def test_what_a_model_gathers_in_an_epoch_is_said_when_it_is_resumed_within(case, tmp_path, capsys):
+    """A hidden state began anew within an epoch: other weights, exit code 0."""
+    make, head, batch, told = SET_BACK[case]
+    trained(tmp_path, make(), "", head, "if step.number == 7:\n    run.stop()", batch=batch)
+    assert "began anew" not in capsys.readouterr().out
+    trained(tmp_path, make(), "", head, batch=batch)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "began anew" in line]
+    said = (
+        "warning: state of a model began anew when this epoch was resumed, without its first 16 samples: keep it in a b"
+    )
+    assert [line[: len(said)] for line in lines] == [said] * told
 
 
 class Rotary(Whole):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.program.shown import only_decides_prints
+from hvdtrain.program.shown import only_decides_prints, only_sets_keys
 
 CHANGES_ONLY = "for step in steps:\n    kept = kept + 1\n    kept += 1"
 PRINTS = {
@@ -12,6 +12,11 @@ PRINTS = {
     "a text by the clock": (
         "def __str__(self):\n    rate = kept / (time.time() - start)\n    return f'{rate:.1f} it/s, {kept} done'\nkept = 1"
     ),
+    "a rate between two times": "now = time.time()\nprint(kept / (now - last))\nkept, last = 0, now",
+    "sums of times": (
+        "kept = {}\ndef timed(name):\n    t = time.time()\n    kept[name] += time.time() - t\n"
+        "print(', '.join(f'{k} {v}' for k, v in kept.items()))"
+    ),
     "printed now and then": "if kept % 10 == 0:\n    print(step)\nelse:\n    pass\nkept += 1",
     "in a loop, and in a try": "for one in all:\n    try:\n        kept.append(one)\n    finally:\n        kept.clear()",
     "changed alone": CHANGES_ONLY,
@@ -19,6 +24,13 @@ PRINTS = {
 }
 TRAINS = {
     "printed itself": "print(kept)",
+    "printed beside a rate": "now = time.time()\nprint(kept, kept / (now - last))",
+    "divided by another number": "now = time.time()\nnow = 3\nprint(kept / now)",
+    "in what divides": "now = time.time()\nprint(1 / (now - kept))",
+    "a divisor": "now = time.time()\nprint(now / kept)",
+    "a rate that is kept": "now = time.time()\nrate = kept / (now - last)",
+    "a sum of times that decides": "kept = 0\nkept += time.time() - t\nif kept > 60:\n    stop()",
+    "a sum of times and others": "kept = 0\nkept += time.time() - t\nkept += loss\nprint(kept)",
     "printed where it decides": "if acc > kept:\n    kept = acc\n    print(kept)",
     "a rate": "if kept > 3:\n    step.lr = 0.1",
     "a call": "if kept > 3:\n    save(net)",
@@ -63,3 +75,35 @@ def test_a_file_that_is_not_the_codes_says_nothing(tmp_path):
     assert only_decides_prints(main, "kept")
     assert not only_decides_prints(main.replace(co_firstlineno=1), "kept")
     assert not only_decides_prints(main.replace(co_filename=str(tmp_path / "none.py")), "kept")
+
+
+SERVED = """
+kept = {}
+def reader():
+    return json.dumps(kept)
+def main():
+    for epoch in epochs:
+        kept["epoch"] = epoch
+        for step in steps:
+            kept.update(loss=step.loss, step=step.number)
+"""
+KEYS = {
+    "as it is": ("", "", True),
+    "with another key": ("kept.update(loss=step.loss, step=step.number)", "kept.update(loss=step.loss)", False),
+    "read": ("kept.update(", "print(kept['loss'])\n            kept.update(", False),
+    "from itself": ("loss=step.loss", "loss=0.9 * kept['loss']", False),
+    "in a branch": ('kept["epoch"] = epoch', "if epoch:\n            kept['epoch'] = epoch", False),
+    "of another dictionary": ("kept.update(", "kept.update({}, ", False),
+    "by a key that changes": ('kept["epoch"]', "kept[epoch]", False),
+    "read where it is called": ("for epoch in epochs:", "for epoch in epochs:\n        reader()", False),
+    "read outside": ("kept = {}", "kept = {}\nprint(kept)", False),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_dictionary_of_which_each_key_is_set_anew(case, tmp_path):
+    """What is going on, as a server shows it, was said to be lost."""
+    old, new, only = KEYS[case]
+    (path := tmp_path / "program.py").write_text(source := SERVED.replace(old, new))
+    (main,) = [one for one in compile(source, str(path), "exec").co_consts if getattr(one, "co_name", "") == "main"]
+    assert only_sets_keys(main, "kept", dict(epoch=0, loss=None, step=0)) == only
