@@ -1,13 +1,16 @@
 """Turns gradients of means over samples into those over other items: tokens, or the samples that a collate_fn left in."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvdtrain.engines.accelerators import to_device
+from hvdtrain.engines.accelerators import exact, to_device
+from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.inputs import Batch
 from hvdtrain.loop.prepare import Prepared
 
 
@@ -106,3 +109,28 @@ class Counts:
         if not self.given:
             return f"{step}: the collate_fn left no sample of all ranks: leave such samples out of the Dataset"
         return f"{step}: step.backward(count=...) was 0 or less over all ranks: leave such samples out"
+
+
+def share_of_samples(
+    engine: Engine,
+    ranks: Sequence[int],
+    load: Callable[[int], Batch],
+    passes: int,
+    number: Callable[[Any], Tensor | float],
+) -> float:
+    """Return how many of something there are for each sample of a step: see `Step.per_sample`. A collective.
+
+    ranks: that this process computes, in turn. load: returns a micro-batch of the step by its number. passes: of each rank.
+    """
+    of_ranks = []
+    for turn, rank in enumerate(ranks):
+        engine.take_turn(rank)
+        loaded = [load(turn * passes + i) for i in range(passes)]
+        own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
+        if wrong := [amount for amount, _ in own if amount.numel() != 1]:
+            remedy = "return their number in the micro-batch, such as a sum"
+            raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
+        of_ranks.append([sum(float(amount) for amount, _ in own), sum(count for _, count in own)])
+    engine.take_turn(None)
+    total, count = engine.sums(of_ranks, "step.per_sample")
+    return total / count if count else 0.0

@@ -420,25 +420,3 @@ def give_memory(model: nn.Module) -> None:
             if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
                 own = own.contiguous()
             module._buffers[name] = own
-
-
-def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone."""
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if optimizer in prepared.pending:
-            remedy = "leave it out, gradients are cleared before each step"
-            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {remedy}")
-        prepared.zero_grads[optimizer]()
-
-    def add_param_group(*_: object) -> None:
-        raise UserError(PARAMETER_ADDED)
-
-    def before_step(*_: object) -> None:
-        if not prepared.updating:
-            remedy = "write step.update() after the loop over step.batches()"
-            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {remedy}")
-
-    optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
-    optimizer.register_step_pre_hook(before_step)

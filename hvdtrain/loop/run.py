@@ -28,9 +28,9 @@ from hvdtrain.inputs.sharding import passes_per_step
 from hvdtrain.inputs.sources import data_described, require_default_device
 from hvdtrain.launching.exit_codes import TARGET_MISSED
 from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evaluation_modes
-from hvdtrain.loop.prepare import keep_in_order, prepare, sorted_objects
+from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
-from hvdtrain.loop.step import Shared, Step
+from hvdtrain.loop.step import Shared, Step, keep_in_order
 from hvdtrain.loop.stopping import Decision, Stopped
 from hvdtrain.loop.tools import RunTools
 from hvdtrain.output.metric_names import require_free

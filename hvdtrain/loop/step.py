@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvdtrain.engines.accelerators import exact, recorded
+from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.inputs.inputs import Batch, Input
 from hvdtrain.inputs.sharding import PlannedStep, mixed_seed, seed_generators
-from hvdtrain.loop.prepare import Prepared
+from hvdtrain.loop.prepare import PARAMETER_ADDED, Prepared
 from hvdtrain.loop.state import TrainState
 from hvdtrain.output.metric_names import require_free
 from hvdtrain.program.means import require_no_counts
@@ -30,6 +30,28 @@ UPDATE = "call step.update() after the loop over step.batches()"
 EACH = "name the optimizer, step.backward(loss, optimizer), or update all of them at once"
 LEFT = "the loop over step.batches() was left, as by `break`: let it end, and call run.end_epoch() or run.stop() to end more"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
+
+
+def keep_in_order(prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the author's calls of `optimizer` that would lose gradients, or apply those of this rank alone."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if optimizer in prepared.pending:
+            remedy = "leave it out, gradients are cleared before each step"
+            raise UserError(f"optimizer.zero_grad() would lose the gradients of this step: {remedy}")
+        prepared.zero_grads[optimizer]()
+
+    def add_param_group(*_: object) -> None:
+        raise UserError(PARAMETER_ADDED)
+
+    def before_step(*_: object) -> None:
+        if not prepared.updating:
+            remedy = "write step.update() after the loop over step.batches()"
+            raise UserError(f"optimizer.step() applies gradients that are not those of all ranks: {remedy}")
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment] # of this object alone
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign] # of this object alone
+    optimizer.register_step_pre_hook(before_step)
 
 
 @dataclass
@@ -166,18 +188,10 @@ class Step:
 
         number: how many there are in a micro-batch. Raises UserError.
         """
-        engine, of_ranks, passes = self._shared.prepared.engine, [], self.micro_batches // len(self._shared.own)
-        for turn, rank in enumerate(self._shared.own):
-            engine.take_turn(rank)
-            loaded = [self._load(turn * passes + i) for i in range(passes)]
-            own = [(exact(number(b if b.data is None else b.data)), b.count) for b in loaded if b.count]
-            if wrong := [amount for amount, _ in own if amount.numel() != 1]:
-                remedy = "return their number in the micro-batch, such as a sum"
-                raise UserError(f"step.per_sample() got a tensor of shape {tuple(wrong[0].shape)}: {remedy}")
-            of_ranks.append([sum(float(amount) for amount, _ in own), sum(count for _, count in own)])
-        engine.take_turn(None)
-        total, count = engine.sums(of_ranks, "step.per_sample")
-        return total / count if count else 0.0
+        from hvdtrain.loop.counts import share_of_samples
+
+        own, engine = self._shared.own, self._shared.prepared.engine
+        return share_of_samples(engine, own, self._load, self.micro_batches // len(own), number)
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, as the DataLoader has collated them; of `run.steps(NUMBER)`, a Batch.
