@@ -60,7 +60,7 @@ OF_OTHERS = re.compile(r"/(site-packages|dist-packages|lib/python[0-9.]+)/")  # 
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
 CARRIED_ON = "is carried on from step to step or epoch to epoch, and no checkpoint has it"
 BEGAN_ANEW = "began anew when this epoch was resumed, without its first {} samples"
-LEFT = "is set in some epochs and used after the last one, and no checkpoint has it"
+USED_AT_THE_END = "is set in some epochs and used after the last one, and no checkpoint has it"
 HOOKING = re.compile(r"register_\w*hook$")
 NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 # Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
@@ -237,7 +237,7 @@ class Carried:
         generators = all(isinstance(marks[name], GeneratorMark) for name in lost)
         self._warn(lost, self._code, "give it to run.register" if generators else KEEP_IT)
         left = [name for name in left if name in lacking]
-        self._warn(left, self._code, f"run.load_best() has the best weights; of others, {KEEP_IT}", LEFT)
+        self._warn(left, self._code, f"run.load_best() has the best weights; of others, {KEEP_IT}", USED_AT_THE_END)
 
     def _is_filled(self, name: str, now: Reading) -> bool:
         """Return whether something was empty, as what the first epoch computes once: an attribute of a layer, which was

@@ -4,7 +4,6 @@ Its source is read: where it multiplies or divides by `len(loader)`, and knows n
 """
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from types import FrameType
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from hvdtrain.program.shown import SAYING
+from hvdtrain.program.shown import SAYING, names_stored
 from hvdtrain.program.uses import called, functions_of, node_of, tree_of, variables_of
 
 OF_ROWS = re.compile("arange|label|target|offset")  # where the rows of a rank are sought
@@ -45,11 +44,6 @@ def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]
                 yield node, names
             if names := (known if node in inner else outer) - arguments - names_stored(node):
                 yield node, names
-
-
-@functools.cache
-def names_stored(function: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(function) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
 def inside(function: ast.AST) -> Iterator[ast.AST]:

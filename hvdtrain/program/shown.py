@@ -18,7 +18,9 @@ SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "war
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
 CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
 CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
-OF_RUN = frozenset({"best", "evaluation", "state", "progress", "loss"})  # what epochs change in `run`, and in its steps
+CHANGED_BY_EPOCHS = frozenset(
+    {"best", "evaluation", "state", "progress", "loss"}
+)  # what epochs change in `run`, and in its steps
 ASKING = frozenset({"len", "range", "int", "callable", "isinstance"})
 
 
@@ -62,7 +64,7 @@ def has_clock(node: ast.AST, clocks: Set[str]) -> bool:
     return any(called(one) in CLOCK_CALLS or getattr(one, "id", None) in clocks for one in ast.walk(node))
 
 
-def name_of(node: ast.AST) -> str | None:
+def name_written(node: ast.AST) -> str | None:
     """Return the name of a variable or an attribute, or of that of which this is a part."""
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -72,7 +74,7 @@ def name_of(node: ast.AST) -> str | None:
 @functools.cache
 def is_of_the_clock(tree: ast.AST, name: str, clocks: Set[str]) -> bool:
     """Return whether a value sums times, and the program else prints it alone."""
-    writes = [(target, value) for target, value in assigned(tree) if name_of(target) == name]
+    writes = [(target, value) for target, value in assigned(tree) if name_written(target) == name]
     sums = [value for _, value in writes if has_clock(value, clocks)]
     fresh = [value for _, value in writes if isinstance(value, ast.Constant | ast.Call | ast.Dict | ast.List)]
     if not sums or len({id(value) for value in (*sums, *fresh)}) < len(writes):
@@ -109,7 +111,7 @@ def is_set_by_number(code: CodeType, name: str) -> bool:
         stored -= set[str]().union(*(names_stored(one.target) for one in ast.walk(loop) if is_of_steps(one)))
         for one in (part for part in ast.walk(loop) if isinstance(part, ast.If | ast.While)):
             if name in names_stored(one) and not all(
-                is_fixed(part, stored, attributes | OF_RUN) for part in ast.walk(one.test)
+                is_fixed(part, stored, attributes | CHANGED_BY_EPOCHS) for part in ast.walk(one.test)
             ):
                 return False
     return bool(loops)
@@ -119,6 +121,7 @@ def is_of_steps(node: ast.AST) -> TypeGuard[ast.For]:
     return isinstance(node, ast.For) and "steps" in map(called, ast.walk(node.iter))
 
 
+@functools.cache
 def names_stored(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
@@ -138,7 +141,7 @@ def only_sets_keys(code: CodeType, name: str, value: object) -> bool:
     if tree is None or node is None or node is tree or not isinstance(value, dict):
         return False
     keys, known = set[object](), set[int]()
-    for held, some in (keys_set(one, name) for one in statements_of(node)):
+    for held, some in (keys_set(one, name) for one in statements_in(node)):
         known.add(id(held))
         keys.update(some)
     if keys != set(value) or any(is_use(one, name) and id(one) not in known for one in ast.walk(node)):
@@ -161,12 +164,12 @@ def keys_set(statement: ast.stmt, name: str) -> tuple[object, Sequence[object]]:
     return (held, keys) if held is not None and is_use(held, name) else (None, [])
 
 
-def statements_of(node: ast.AST) -> Iterator[ast.stmt]:
+def statements_in(node: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements of a function, but for those in branches and in other functions."""
     for one in getattr(node, "body", ()):
         yield one
         if isinstance(one, ast.For | ast.With | ast.Try):
-            yield from statements_of(one)
+            yield from statements_in(one)
 
 
 def is_use(node: ast.AST, name: str) -> bool:
