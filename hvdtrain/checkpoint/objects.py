@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor
 from hvdtrain.checkpoint.resume import Resume
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
-from hvdtrain.engines.modules import COUNTER, named_buffers, named_parameters, uncompiled_name
+from hvdtrain.engines.modules import named_parameters, uncompiled_name
 from hvdtrain.loop.optim import redone
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.program.lacking import Lacking
@@ -84,8 +84,8 @@ class Objects:
         self._of_program: GroupSettings = []  # of the optimizers, as the program has made them
         self._saved: GroupSettings = []  # of the optimizers in the checkpoint, until training begins
         self.lacking = Lacking(prepared.models, prepared.optimizers, registered, resume.output.say)
+        self._restored_settings: Facts | None = None  # of the optimizers, of a run that is resumed
         self._compared = False  # the states of optimizers, between ranks
-        self._warned = False  # of buffers that differ between ranks
         self._shapes: dict[str, tuple[nn.Module, Shapes]] = {}  # when training began, by name of a module
         self._restored: dict[str, int] = {}  # checksums of the weights that were restored, until training begins
         self._begun_again: list[torch.optim.Optimizer] = []  # those whose scheduler was made for another length
@@ -126,34 +126,12 @@ class Objects:
                 raise UserError(f"{message}: {remedy}", everywhere=True)
         self._compared = any(sums)
 
-    def _warn_of_buffers(self) -> None:
-        """Say which buffer of a registered module each rank computes from its own samples, such as a centre of outputs: two
-        ranks train otherwise than one. A collective, at the first checkpoint."""
-        # Evaluations tell it of models. Running statistics are averaged, and ranks that take turns have one of each other.
-        if self._warned or self._engine.size == 1 or self._engine.takes_turns or self._resume.own_optimizers:
-            return
-        self._warned = True
-        modules = [(f"{name}.", what) for name, what in self.modules(self.registered).items()]
-        sums = {
-            name: int(tensor_checksum(buffer.tensor))
-            for name, buffer in named_buffers(modules).items()
-            if buffer.saved and not buffer.is_statistic and not name.endswith(COUNTER) and buffer.tensor.numel()
-        }
-        rows = self._engine.all_gather_object(sums, "buffers.sums") if sums else []
-        for name in sums:
-            if any(row.get(name) != sums[name] for row in rows):
-                message = f"the buffer {name} differs between ranks, which have other samples"
-                remedy = "let it follow the rows of all ranks, run.gather(rows)"
-                self._resume.output.say(f"warning: {message}: {remedy}")
-                return
-
     def save(
         self, heartbeat: Callable[[], None], *, writes: bool
     ) -> tuple[Facts, dict[str, Tensor], contents.ObjectStates] | None:
         """Return facts, tensors that are not copied, and what was encoded; None on a rank that writes nothing. A collective
         up to there."""
         self._require_same_states()
-        self._warn_of_buffers()
         self.restore_settings()  # a stop in an evaluation may save before `run.epochs`
         late = self._late()
         # What follows may fail on rank 0 alone: with a collective in it, the others would wait.
@@ -230,24 +208,13 @@ class Objects:
                 set_settings([optimizer], [settings])
         if only is None:
             if self._saved:
-                self._tell_settings_in_first_step()
+                self._restored_settings = chosen_for(self.prepared.optimizers, {})
             self._saved = []
 
-    def _tell_settings_in_first_step(self) -> None:
-        """Let the first step say which settings it has: a program may set them until then."""
-        optimizers, handles = self.prepared.optimizers, list[Any]()
-        restored = chosen_for(optimizers, {})
-
-        def tell(*_: object) -> None:
-            for handle in handles:
-                handle.remove()
-            self._resume.tell_settings(restored, chosen_for(optimizers, {}))
-
-        # Of an optimizer whose author has not called super().__init__(), torch calls no hooks.
-        if not all(hasattr(type(optimizer).step, "hooked") for optimizer in optimizers):
-            tell()
-            return
-        handles += [optimizer.register_step_pre_hook(tell) for optimizer in optimizers]
+    def tell_settings(self) -> None:
+        """Say which settings the first step has, which a program may set until then. Later calls do nothing."""
+        if self._restored_settings is not None:
+            self._resume.tell_settings(self._restored_settings, chosen_for(self.prepared.optimizers, {}))
 
     # ---- registered objects
 

@@ -19,7 +19,7 @@ MOST_TRIED = 10_000  # steps
 
 
 class ScheduleRules(Feature):
-    """Applies the rules in the first step. Raises UserError."""
+    """Applies the rules in the first step, and tells which settings of a checkpoint that has. Raises UserError."""
 
     def prepare(self, run: Run) -> None:
         self._run, self._before = run, dict[str, int]()
@@ -39,6 +39,9 @@ class ScheduleRules(Feature):
         for line in filter(None, lines):
             run.say(f"warning: {line}")
         self._before, self._steps = positions(registered), steps if steps != epochs else None
+
+    def reduced(self, step: Step) -> None:
+        self._run.checkpoints.objects.tell_settings()
 
     def after_step(self, step: Step) -> None:
         if not step.left_out:
@@ -77,7 +80,8 @@ def require_length(
     warnings = []
     schedulers = [one for one in registered.values() if isinstance(one, lr_scheduler.LRScheduler)]
     lengths = [length_of(one) or getattr(one, "total_iters", steps + 1) for one in schedulers]
-    if len(lengths) > 1 and sum(lengths) in (steps, epochs):  # one after the other
+    one_after_another = len(lengths) > 1 and sum(lengths) in (steps, epochs)
+    if one_after_another and len({id(one.optimizer) for one in schedulers}) == 1:
         return []
     for name, scheduler in registered.items():
         length = length_of(scheduler) or length_of_lambdas(scheduler, steps, epochs or 1, factors)

@@ -42,8 +42,9 @@ FAILED, REFUSED = b"failed", b"refused"  # answers to the starter, besides pid a
 # Packages whose import starts no thread, and touches neither MPI nor a GPU.
 SAFE = {"PIL", "horovod", "hvdtrain", "numpy", "safetensors", "torch", "torchvision"}
 FIRST_IMPORTS = ("torch", "horovod.torch")
-# Modules that hvdtrain's programs import later; the last one, which takes as long as torch, for their first optimizer.
-OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist_data", "torch._dynamo")
+# Modules that hvdtrain's programs import later.
+OF_HVDTRAIN = ("hvdtrain.engines.horovod", "hvdtrain.datasets.mnist_data")
+OF_OPTIMIZERS = "torch._dynamo"  # which torch imports for the first optimizer: it takes as long as torch itself
 
 
 class Rank(NamedTuple):
@@ -360,6 +361,8 @@ def preload(source: str, asked: Sequence[str]) -> None:
     wanted = [*FIRST_IMPORTS, *modules_of(source)]
     if any(name.startswith("hvdtrain.") for name in wanted):
         wanted += OF_HVDTRAIN
+    if "hvdtrain.training" in wanted:
+        wanted.append(OF_OPTIMIZERS)
     for name in wanted:
         _load(name)  # ignore errors: each rank will report them itself
     _check(allowed, "what the program imports")

@@ -127,6 +127,13 @@ class Evaluation:
         parts = [range(samples)[shard(samples, rank, self._engine.size)] for rank in self._engine.own]
         return sum(-(-len(part) // size) for part in parts)
 
+    def _batches_of_all(self) -> int:
+        """Return the number of batches of the whole test set; 0: it is not known, as of a stream."""
+        try:
+            return len(self._data) if isinstance(self._data, DataLoader) else 0
+        except (TypeError, NotImplementedError):
+            return 0
+
     def _loaded(self, rank: int) -> Iterator[Batch]:
         """Return the batches of one of this process's ranks, whose turn begins."""
         self._begin_turn(rank)
@@ -171,13 +178,9 @@ class Evaluation:
             samples = tally.samples if self.whole or self._has_ended else self._in_batch
             has_rows = given.ndim > 1 or (given.ndim == 1 and (len(given) != 1 or self._in_batch == 1))
             if not has_rows and samples > 1:
-                batches = 0
-                if self._has_ended and isinstance(self._data, DataLoader):
-                    with contextlib.suppress(TypeError, NotImplementedError):  # see `Part.__len__`
-                        batches = len(self._data)
                 require_sum(
                     self._means, name, value, samples, count, first=name not in tally.sums, ended=self._has_ended,
-                    batches=batches,
+                    batches=self._batches_of_all(),
                 )  # fmt: skip
             if has_rows:
                 tally.rows[name] = tally.rows.get(name, 0) + len(given)
@@ -309,18 +312,21 @@ class SharedBuffers:
             if name not in means:
                 self._engine.broadcast_(buffers[name].tensor, f"buffers.{name}")
 
-    def _named(self, registered: Mapping[str, nn.Module]) -> dict[str, NamedBuffer]:
+    def _named(self, registered: Mapping[str, nn.Module], *, all_saved: bool) -> dict[str, NamedBuffer]:
         """Return each buffer that ranks should have in common, once: of the models all, of registered modules the
-        statistics, and of how many batches these are."""
+        statistics, and of how many batches these are; or all_saved: also others of these."""
         named = buffers_of_models(self._models)
         own = {id(buffer.tensor) for buffer in named.values()}
         for name, buffer in named_buffers((f"{name}.", module) for name, module in registered.items()).items():
             shared = buffer.is_statistic or (name.endswith(COUNTER) and statistics_of_layer(buffer.layer))
+            shared = shared or (all_saved and buffer.saved)
             if shared and id(buffer.tensor) not in own:
                 named[name] = buffer
         return named
 
-    def compare(self, registered: Mapping[str, nn.Module] = NONE) -> tuple[dict[str, NamedBuffer], list[str]]:
+    def compare(
+        self, registered: Mapping[str, nn.Module] = NONE, *, all_saved: bool = False
+    ) -> tuple[dict[str, NamedBuffer], list[str]]:
         """Return this rank's buffers by name, and the names of those that differ between ranks. A collective.
 
         Buffers that no checkpoint has may be missing on a rank, or have other shapes, such as tables as long as the longest
@@ -328,7 +334,7 @@ class SharedBuffers:
         """
         if self._engine.size == 1:
             return {}, []
-        named = self._named(registered)
+        named = self._named(registered, all_saved=all_saved)
         # Checksums are exchanged, not the buffers: most are the same on all ranks.
         sums = checksums([buffer.tensor for buffer in named.values()]).tolist() if named else []
         mine = {
@@ -346,21 +352,26 @@ class SharedBuffers:
             elif any(theirs[name][2] for theirs in everyone if name in theirs):
                 message = f"the buffer {name} is {kinds[0]} on rank 0, and {kinds[other]} on rank {other}"
                 raise UserError(f"{message}: {BUFFER_ALIKE}", everywhere=True)
-        self._warn([name for name in differing if not named[name].is_statistic])
+        unlike = [name for name in differing if not named[name].is_statistic]
+        common = self._named(registered, all_saved=False) if all_saved else named
+        self._warn(
+            unlike, "rank 0's is evaluated and saved" if {*unlike} & {*common} else "each has seen other samples"
+        )
         return named, differing
 
-    def compare_once(self) -> None:
-        """Compare them, also in a training without evaluations. A collective, before a save."""
+    def compare_once(self, registered: Mapping[str, nn.Module]) -> None:
+        """Compare them, also in a training without evaluations; and those of registered modules, of which each rank has its
+        own. A collective, before a save."""
         if not self._compared:
             self._compared = True
-            self.compare()
+            self.compare(registered, all_saved=True)
 
-    def _warn(self, unlike: Sequence[str]) -> None:
+    def _warn(self, unlike: Sequence[str], what: str) -> None:
         """Tell the author, once, about buffers that differ between ranks and are no statistics."""
         if unlike and not self._warned:
             self._warned = True
             more = f" and {len(unlike) - 1} others differ" if len(unlike) > 1 else " differs"
-            message = f"the buffer {unlike[0]}{more} between ranks, and rank 0's is evaluated and saved"
+            message = f"the buffer {unlike[0]}{more} between ranks, and {what}"
             self._say(f"warning: {message}: let it follow the rows of all ranks, run.gather(rows)")
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:

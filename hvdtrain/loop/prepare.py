@@ -347,7 +347,7 @@ def sorted_parts(
 
 def prepare(
     engine: Engine, averaging: Engine, flags: Flags, parts: Sequence[Any], names: Sequence[str], micro_batches: int,
-    find_unused_parameters: bool, weights: Path | None = None,
+    find_unused_parameters: bool, weights: Path | None,
 ) -> Prepared:  # fmt: skip
     """Return the prepared models and optimizers. A collective. Restore a checkpoint after it, before training.
 

@@ -100,9 +100,15 @@ class Run(RunTools):
             feature.prepare(self)
             self.checkpoints.own.add(type(feature).__name__, feature)
             self.checkpoints.before_save.append(feature.before_save)
-        self.checkpoints.before_save.append(self.buffers.compare_once)
+        self.checkpoints.before_save.append(self._compare_buffers)
         self.checkpoints.objects.take_settings()
         return prepared.in_order_of(parts)
+
+    def _compare_buffers(self) -> None:
+        """Say which buffers differ between ranks before the first checkpoint. A collective."""
+        # With --sync-every, those of registered modules are averaged. Ranks that take turns have one of each.
+        apart = self.prepared().weights_of_all is not None or self.engine.takes_turns
+        self.buffers.compare_once({} if apart else self.checkpoints.objects.modules(self.checkpoints.registered))
 
     def register(self, **objects: Any) -> None:
         """Save objects in every checkpoint, and restore them now if the run is resumed. A collective; after
@@ -389,8 +395,7 @@ class Run(RunTools):
         self.checkpoints.resumed_epoch.evaluates(again=self._in_epoch and not self.in_steps)
         self.metrics_logger.evaluation()
         began = time.perf_counter()
-        registered = self.checkpoints.registered.items()
-        averaged = {name: what for name, what in registered if isinstance(what, torch.nn.Module)}
+        averaged = self.checkpoints.objects.modules(self.checkpoints.registered)
         prepared.require_same_parameters()
         if self.shares_buffers:
             # With --sync-every, the weights and statistics of registered modules are averaged over ranks, too.

@@ -4,7 +4,7 @@ run has the same bits. Whatever a program's source and variables are, reading th
 uses.py         the source, bytecode and variables of a program, and how its functions use a name
 reached.py      what a program's variables reach, and marks that show whether it has changed
 carried.py      what its loop carries on from step to step, and no checkpoint has
-shown.py        whether a value only decides what is printed
+shown.py        whether a value only decides what is printed, follows from a clock, or is used after the last epoch
 lacking.py      what models, optimizers and registered objects change, and do not save
 mistakes.py     the table of refusals: what an author may do wrong with a run and in a step
 losses.py       the first loss: scaled, divided already, or a mean over other items than samples

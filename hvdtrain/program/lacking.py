@@ -211,10 +211,8 @@ class Lacking:
         self._marks = [marks_of(optimizer) for optimizer in optimizers]
         self._beside: dict[str, object] | None = None  # what modules held when training began
         self._kept = dict[str, object]()  # the buffers with which the loop began
-        self._at_head, self._resumed = (
-            dict[str, object](),
-            0,
-        )  # of a resumed epoch: what modules held, its samples before
+        self._at_head = dict[str, object]()  # what modules held at the head of a resumed epoch
+        self._resumed = 0  # samples of that epoch before
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Look at these, too, which are not restored yet."""

@@ -204,7 +204,7 @@ def require_no_counts(values: Mapping[str, object], samples: int) -> None:
 
 
 def require_sum(
-    means: Means, name: str, value: Any, samples: int, count: object, *, first: bool, ended: bool, batches: int = 0
+    means: Means, name: str, value: Any, samples: int, count: object, *, first: bool, ended: bool, batches: int
 ) -> None:
     """Raise UserError if a number that the program gives for several samples is no sum over them. first: of this name.
     ended: after the last batch. batches: of all ranks; 0: that is not known."""

@@ -202,7 +202,7 @@ def go_on(directory: Path, engine: SerialEngine, resume: Path | None = None) -> 
         state = checkpoints.resume.begin()
         checkpoints.open({"dataset": "digits", "train_samples": 128})
         checkpoints.resume.announce(state)
-        checkpoints.restore(prepare(engine, engine, flags, [model, optimizer], ["", ""], 1, False))
+        checkpoints.restore(prepare(engine, engine, flags, [model, optimizer], ["", ""], 1, False, None))
         checkpoints.resume.tell_settings({}, {})  # as the first step does
         return state
     finally:

@@ -144,6 +144,15 @@ def stairs(t):
     return dict(rate=StepLR(t.optimizer, 4, 0.5))
 
 
+def test_a_resumed_program_may_have_hooks_of_its_own_before_a_step(tmp_path):
+    """Ours was removed when it was called, and torch goes through all of them."""
+    called = []
+    stopped(tmp_path, Twins, adam)
+    trained(tmp_path, Twins, adam,
+            head=lambda t, epoch: t.optimizer.register_step_pre_hook(lambda *_: called.append(epoch)))  # fmt: skip
+    assert {0, 1} == set(called)
+
+
 OTHER_SETTINGS = {
     "a rate": (stepped(0.2), stairs, "SGD lr: 0.1 in the checkpoint, 0.2 now"),
     "a scheduler's factor": (stepped(0.1), lambda t: dict(rate=StepLR(t.optimizer, 4, 0.9)),

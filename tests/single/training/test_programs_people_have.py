@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from hvdtrain import training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import UserError
+from hvdtrain.features.schedule_rules import require_length
 from tests.e2e.launchers import summary
 from tests.single.training.small import N, Trained, X, Y, fit, flags_for, network, train
 
@@ -54,6 +55,13 @@ def as_hugging_face(optimizer, steps):
         return max(0.0, 1 - current_step / num_training_steps)
 
     return LambdaLR(optimizer, partial(factor, num_training_steps=steps))
+
+
+def test_schedules_of_one_optimizer_may_add_up_to_the_run_and_those_of_two_do_not():
+    one, other = (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+    for second, lines in ((one, 0), (other, 2)):
+        registered = dict(a=CosineAnnealingLR(one, 4), b=CosineAnnealingLR(second, 6))
+        assert len(require_length(registered, 10, 2, {1})) == lines
 
 
 OTHER_LENGTHS = {
