@@ -27,6 +27,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
 from hvdtrain.flags import is_url
 from hvdtrain.output.metric_names import best_of
+from hvdtrain.output.records import make_room_for_summary
 from hvdtrain.output.run_output import RunOutput
 
 MANIFEST, CHECKPOINTS, METRICS, SUMMARY = "mirror.json", "checkpoints", "metrics.jsonl", "summary.json"
@@ -251,6 +252,7 @@ def restore_from_mirror(remote: Remote, output_dir: Path, flag: str) -> None:
     record = output_dir / METRICS
     if os.path.lexists(record) and run_identity(output_dir) != remote.run:
         record.rename(files.unused_name(record))
+    make_room_for_summary(output_dir / SUMMARY)
     for name in (METRICS, SUMMARY):  # first: a checkpoint without a record would be another run's
         with contextlib.suppress(FileNotFoundError):
             remote.get(output_dir, name)

@@ -28,7 +28,8 @@ from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.accelerators import arithmetic_of
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError, one_line
-from hvdtrain.flags import Flags, plain
+from hvdtrain.engines.launchers import job_attempt
+from hvdtrain.flags import Flags, is_url, plain
 from hvdtrain.inputs.inputs import Input
 from hvdtrain.inputs.sameness import ALIKE, SPLIT
 from hvdtrain.loop.state import Initial, TrainState
@@ -58,6 +59,21 @@ def saved_step(output_dir: Path) -> int | None:
     return step
 
 
+def continue_job(engine: Engine, flags: Flags, output: RunOutput) -> None:
+    """Let a requeued job continue what it has written, wherever --resume told it to start first. A collective."""
+    if flags.resume == "auto" or is_url(flags.resume) or flags.output_dir is None or flags.evaluate is not None:
+        return
+    attempt, wrote = job_attempt(os.environ), None
+    if engine.rank == 0 and attempt is not None and attempt[1]:
+        with contextlib.suppress(OSError):
+            held = map(checkpoint.read_facts, checkpoint.checkpoints_in(flags.output_dir / "checkpoints"))
+            wrote = next((facts.get("attempt") for facts in held if facts), None)
+    own = attempt is not None and wrote is not None and wrote[0] == attempt[0] and wrote[1] < attempt[1]
+    if engine.broadcast_object(own, "resume.job"):
+        output.say(f"--resume {flags.resume} was for the first start: the requeued job continues {flags.output_dir}")
+        flags.resume = "auto"
+
+
 class Resume:
     """The checkpoint to resume from, if there is one, and the directory of the new ones. Raises UserError on rank 0 only."""
 
@@ -73,6 +89,7 @@ class Resume:
         self.config: Facts = {}  # the flags of this run, as they are compared and saved
         self.data: Facts = {}  # what identifies its data
         self.typed: Facts = {}  # flags that name files, as they were given
+        self.attempt = job_attempt(os.environ)
         self.lock: Lock | None = None
         self._asked: Facts = {}  # the flags as they were given: `auto` is still `auto`
         self._warnings: list[str] = []
@@ -155,6 +172,15 @@ class Resume:
         line = one_line(line)
         self._warnings.append(line)
         lines.warn(line)
+
+    def make_room(self, directory: Path) -> None:
+        """Keep the checkpoints of another run under another name. Raises OSError."""
+        if self.continues or not (held := checkpoint.checkpoints_in(directory)):
+            return
+        directory.rename(aside := files.unused_name(directory))
+        if isinstance(self._flags.resume, Path):
+            kept = f"{directory.parent} had a run up to {held[0].name}, kept in {aside.name}"
+            self._warn(f"{kept}: training begins at --resume {self._flags.resume}; without it, that run is continued")
 
     def begin(self) -> TrainState:
         """Return the position in training, on every rank. A collective."""

@@ -36,7 +36,7 @@ from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.checkpoint.resume import Resume
 from hvdtrain.checkpoint.resumed_epoch import ResumedEpoch
 from hvdtrain.checkpoint.writer import CheckpointInterval, Writer
-from hvdtrain.engines import files, lines
+from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.flags import Flags
@@ -138,8 +138,7 @@ class Checkpoints:
         if directory is None or self.engine.rank != 0:
             return
         try:
-            if not self.resume.continues and checkpoint.checkpoints_in(directory):
-                directory.rename(files.unused_name(directory))
+            self.resume.make_room(directory)
         except OSError as error:
             message = f"{directory} cannot be moved aside ({error.strerror})"
             raise UserError(f"{message}: name another --output-dir") from error
@@ -299,6 +298,7 @@ class Checkpoints:
             "arithmetic": self.resume.arithmetic,
             "config": self.resume.config,
             "typed": self.resume.typed,
+            "attempt": self.resume.attempt,
             "data": self.resume.data,
             # Stopped before its steps, a resumed run has what its checkpoint had.
             "input": before.get("input", {"samples": 0, "per_epoch": 0}),

@@ -140,6 +140,12 @@ def in_batch_shell(environment: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environment and not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environment)
 
 
+def job_attempt(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the number of a job of Slurm, and how often it was requeued before; None without one."""
+    job, requeued = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
+    return (job, int(requeued)) if job and requeued.isdecimal() else None
+
+
 def _of_slurms_plugin(environment: Mapping[str, str]) -> bool:
     """Return whether PALS's variables are Slurm's."""
     # Slurm's plugin cray_shasta sets PALS's variables, with the step as the application.

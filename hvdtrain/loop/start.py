@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain.checkpoint.resume import continue_job
 from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines import choice
 from hvdtrain.engines.base import Engine
@@ -184,6 +185,7 @@ def started(engine: Engine, flags: Flags, metrics: Mapping[str, Metric], *, name
     output = RunOutput(
         engine, flags.output_dir, progress=not flags.no_progress, tensorboard=flags.tensorboard, track_as=track_as
     )
+    continue_job(engine, flags, output)
     mirror = mirrored(engine, flags, output)
     processes = engine
     if flags.virtual_ranks is not None:

@@ -36,7 +36,8 @@ BUDGETS = {
     # And what an epoch that is resumed within has gathered, such as the mean of its losses.
     # And settings of layers at a resume, registered buffers that differ between ranks.
     # And differences.py, which resume.py had: which settings the first step has.
-    "hvdtrain/checkpoint": 3345,  # with comments that say why
+    # And what a requeued job has written, and the run that --resume PATH leaves.
+    "hvdtrain/checkpoint": 3375,  # with comments that say why
     "hvdtrain/checks": 440,
     "hvdtrain/datasets": 1600,  # with texts that are compressed
     # The reason of any error, too.
@@ -100,7 +101,8 @@ BUDGETS = {
     # And test_losses.py, test_shown.py, arrays of any kind in a data set.
     # And faults of commands: compressed texts, summaries of others, settings of a branch.
     # And what two more series found: what the best epoch leaves, what models and metrics gather in an epoch.
-    "tests/single": 25645,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    # And requeued jobs, summaries beside a mirror.
+    "tests/single": 25685,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

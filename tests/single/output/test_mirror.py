@@ -68,6 +68,18 @@ def test_a_run_whose_disk_is_gone_continues_from_its_mirror_to_the_same_bits(by,
     assert [name for name in same if there[name] != same[name]] == []
 
 
+def test_a_summary_of_another_tool_is_put_aside_by_what_is_copied_back(tmp_path):
+    out, url = tmp_path / "out", f"file://{tmp_path}/there"
+    train(out, "--mirror", url, epochs=1)
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / "summary.json").write_text("[1, 2]")
+    train(out, "--mirror", url, epochs=2)
+    assert resumed(out) == [5]
+    assert (out / "summary.1.json").read_text() == "[1, 2]"
+    assert sorted(path.name for path in out.glob("summary*")) == ["summary.1.json", "summary.json"]
+
+
 def test_what_is_newer_here_is_continued_and_the_newest_are_kept_there(tmp_path):
     url = f"file://{tmp_path}/there"
     killed(tmp_path / "out", "--mirror", url, until=7)

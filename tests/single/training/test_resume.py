@@ -24,7 +24,7 @@ from hvdtrain.guards import watch
 from hvdtrain.guards.activity import Activity
 from hvdtrain.loop.state import Initial
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import Killed, Trained, flags_for, train
+from tests.single.training.small import Killed, Trained, flags_for, killed, train
 from tests.single.unwritable import UNWRITABLE
 
 
@@ -132,6 +132,36 @@ def test_one_line_says_which_settings_the_first_step_has(flags, finished, tmp_pa
     assert [event["message"] for event in events(outputs[flags], "error")] == [line.removeprefix("warning: ")]
     hashes = {summary(directory)["parameters_sha256"] for directory in outputs.values()}
     assert len(hashes) == (1 if "kept" in line else 2)
+
+
+@pytest.mark.parametrize("begins", [4, 0])
+def test_a_requeued_job_continues_what_it_has_written_and_another_says_what_it_leaves(
+    begins, tmp_path, monkeypatch, capfd
+):
+    """Started again by Slurm with --resume PATH or never, it began there again."""
+    earlier, out = tmp_path / "earlier", tmp_path / "out"
+    Trained("--checkpoint-steps", "1", "--keep", "99", out=earlier, epochs=1)
+    resume = earlier / "checkpoints" / checkpoint.name_of(begins) if begins else "never"
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+
+    def start(job: str, count: str, kill: int) -> int:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        killed(Trained, "--checkpoint-steps", "1", "--resume", str(resume), out=out, kill=kill)
+        return ([0] + [event["step"] for event in events(out, "resume")])[-1]
+
+    assert start("7", "0", kill=6) == begins
+    assert start("7", "1", kill=8) == 5
+    said = capfd.readouterr()
+    assert f"--resume {resume} was for the first start: the requeued job continues {out}\n" in said.out
+    assert "kept in" not in said.err
+    for number, (job, count) in enumerate([("7", "1"), ("8", "2"), ("8", "2")], start=1):
+        assert start(job, count, kill=6) == begins
+        said = capfd.readouterr()
+        assert "was for the first start" not in said.out
+        kept = f"{out} had a run up to {checkpoint.name_of(7 if number == 1 else 5)}, kept in checkpoints.{number}"
+        line = f"warning: {kept}: training begins at --resume {resume}; without it, that run is continued\n"
+        assert (line in said.err) == (begins > 0)
 
 
 def test_what_rounds_differently_is_said(tmp_path, monkeypatch, capsys):
