@@ -3,6 +3,8 @@
 Ranks and batches have unequal numbers of samples, so that only sums and counts can be added up.
 """
 
+import ast
+import contextlib
 import inspect
 import math
 import re
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.program.losses import values_of
+from hvdtrain.program.uses import called, frame_of_program, node_of, tree_of
 
 # What a sum may go through and still be one.
 STILL_SUMS = frozenset(
@@ -39,6 +43,9 @@ PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
 COUNTS = re.compile(
     r"(^|_)(correct|right|hits|errors|mistakes|wrong)(_|$)"
 )  # with OF_MANY: what is counted among samples
+SUMMING, AVERAGING = {"sum", "nansum", "fsum"}, {"mean", "nanmean", "fmean", "average"}  # calls, of any library
+KEEPING = {"float", "item", "float64", "round"}  # what they are given, or called of, is the number itself
+OF_SAMPLES = re.compile(r"len\(|size\(0|size\(\)\[0|shape\[0\]|batch")  # in what divides by their number
 MOST_KEPT = 10_000  # scalars of a test set
 MOST_EXPONENT = 700.0  # of which exp is a number of float64
 OF_MEANS: Sequence[Callable[[float], float]] = (
@@ -72,7 +79,7 @@ class Means(TorchFunctionMode):
         super().__init__()
         self.say, self.known = say, known
         self._derived: dict[int, Derived] = {}  # by id
-        self._sums: dict[int, object] = {}
+        self._sums: dict[int, tuple[object, object]] = {}  # with what it is the sum of
         self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
 
     def __enter__(self) -> "Means":
@@ -103,7 +110,7 @@ class Means(TorchFunctionMode):
         if name == "mean" or is_mean_loss(func, args, kwargs or {}):
             self._derived[id(result)] = Derived(result, False, lambda samples: False)
         elif name in SUMS:
-            self._sums[id(result)] = result
+            self._sums[id(result)] = result, next(iter(args), None)
         else:
             self._follow(name, args, result)
         return result
@@ -140,12 +147,27 @@ class Means(TorchFunctionMode):
             terms = terms if name in ADDING else 1
             self._derived[id(result)] = before._replace(value=result, terms=terms, is_logarithm=logarithm)
         elif of_sums and name in STILL_SUMS | PRODUCTS:
-            self._sums[id(result)] = result
+            self._sums[id(result)] = result, next(self._sums[id(one)][1] for one in args if id(one) in self._sums)
 
-    def of(self, value: object, samples: int) -> Derived | None:
-        """Return what `value` follows from, unless it is a sum over this number of samples."""
+    def is_sum(self, value: float | Tensor, samples: int) -> bool:
+        """Return whether a number is known to be a sum over this number of samples, though it may look like a share."""
+        if id(value) in self._sums:
+            rows = self._sums[id(value)][1]
+            # Ones, and each divided by their number, add up to a share.
+            apart = rows[rows > 0] * samples - 1 if isinstance(rows, Tensor) and rows.is_floating_point() else None
+            return apart is None or not bool((apart.abs() < 1e-6).all())
+        if (known := self._derived.get(id(value))) is not None:
+            return known.terms == samples or known.adds_up(samples)
+        means = [one.value for one in self._derived.values() if isinstance(one.value, float)]
+        return len(means) >= samples and math.isclose(
+            float(value), sum(means[-samples:]), rel_tol=1e-9
+        )  # each sample's
+
+    def of(self, value: object, samples: int, *, by_value: bool) -> Derived | None:
+        """Return what `value` follows from, unless it is a sum over this number of samples. by_value: also if it is a
+        function of a mean, by which Python may have computed it."""
         known = self._derived.get(id(value))
-        if known is None and isinstance(value, float):
+        if known is None and isinstance(value, float) and by_value and not self.is_sum(value, samples):
             known = next((one for one in self._derived.values() if is_function_of(one.value, value, samples)), None)
         return None if known is None or known.terms == samples or known.adds_up(samples) else known
 
@@ -165,6 +187,70 @@ def is_function_of(mean: object, value: float, samples: int) -> bool:
         return False
     functions = OF_MEANS if 100 % samples else OF_MEANS[1:]  # a hundred times the mean may be a sum
     return any(math.isclose(function(mean), value, rel_tol=1e-9) for function in functions)
+
+
+def as_written(name: str, samples: int, *, ended: bool) -> str:
+    """Return "sum" or "mean" if the program writes the value of this name as one where it calls `run.record`; else an empty
+    text. ended: after the last batch, so that what was added up may be means of batches."""
+    frame = frame_of_program()
+    tree = tree_of(frame.f_code.co_filename)
+    function = None if tree is None else node_of(frame.f_code, tree)
+    if function is None:
+        return ""
+    calls = [one for one in ast.walk(function) if isinstance(one, ast.Call) and called(one) == "record"]
+    calls = [one for one in calls if one.lineno <= frame.f_lineno <= (one.end_lineno or one.lineno)]
+    kinds = {
+        kind_of_value(one.value, function, call, samples) for call in calls for one in call.keywords if one.arg == name
+    }
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    return "" if kind == "added" and ended else kind.replace("added", "sum")
+
+
+def kind_of_value(value: ast.expr, function: ast.AST, call: ast.Call, samples: int) -> str:
+    """Return what an expression is: a "sum", a "mean", "added" in a loop without this `call` of `run.record`; or ""."""
+    if called(value) in KEEPING:
+        inner = value.func.value if called(value) == "item" else value.args[0]  # type: ignore[attr-defined] # a call
+        return kind_of_value(inner, function, call, samples)
+    if called(value) in AVERAGING:
+        return "mean"
+    if called(value) in SUMMING:
+        return "" if divides_by_samples(value) else "sum"
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and isinstance(value.right, ast.Constant):
+        left = kind_of_value(value.left, function, call, samples)
+        return "" if left == "sum" and value.right.value == samples else left
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        sides = [(kind_of_value(value.left, function, call, samples), value.right)]
+        sides += [(kind_of_value(value.right, function, call, samples), value.left)]
+        factor = next((other for kind, other in sides if kind == "mean"), None)
+        if isinstance(factor, ast.Constant) and isinstance(
+            factor.value, int | float
+        ):  # such as 100, for a share in percent
+            return "mean" if factor.value % samples else "sum"
+        return "sum" if factor is not None and OF_SAMPLES.search(ast.unparse(factor)) else ""
+    if not isinstance(value, ast.Name):
+        return ""
+    nodes, parts = list(ast.walk(function)), list(values_of(value.id, function))
+    if len(parts) != sum(
+        isinstance(one, ast.Name) and one.id == value.id and type(one.ctx) is ast.Store for one in nodes
+    ):
+        return ""  # also set as one of several, or by a loop
+    sums = [one for one in nodes if isinstance(one, ast.AugAssign) and ast.unparse(one.target) == value.id]
+    if not sums:
+        named = [{getattr(part, "id", "") for part in ast.walk(one)} for one in parts]
+        others = [one for one, names in zip(parts, named, strict=True) if value.id not in names]
+        kinds = {kind_of_value(one, function, call, samples) for one in others}
+        return kinds.pop() if len(kinds) == 1 else ""
+    loops = [list(ast.walk(one)) for one in nodes if isinstance(one, ast.For)]
+    apart = [loop for loop in loops if call not in loop]
+    adds = all(isinstance(one.op, ast.Add) and any(one in loop for loop in apart) for one in sums)
+    begins = all(isinstance(one, ast.Constant | ast.BinOp) for one in parts)
+    return "added" if adds and begins and not any(map(divides_by_samples, sums)) else ""
+
+
+def divides_by_samples(part: ast.AST) -> bool:
+    """Return whether something in an expression is divided by the number of samples, as it is mostly written."""
+    quotients = [one for one in ast.walk(part) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div)]
+    return any(OF_SAMPLES.search(ast.unparse(one.right)) for one in quotients)
 
 
 def is_share(value: object, samples: int) -> bool:
@@ -208,8 +294,13 @@ def require_sum(
 ) -> None:
     """Raise UserError if a number that the program gives for several samples is no sum over them. first: of this name.
     ended: after the last batch. batches: of all ranks; 0: that is not known."""
+    written = ""
+    if first:
+        with contextlib.suppress(Exception):  # any: the source is the author's
+            written = as_written(name, samples, ended=ended)
+    # The means of later batches are not noted.
+    derived = means.of(value, samples, by_value=first and written != "sum")
     first = first and name not in means.known
-    derived = means.of(value, samples)
     if derived and derived.is_multiplied and count is not None:  # the mean over tokens, times their number
         derived = None
     number = float(value) if first and count is None and isinstance(value, float | Tensor) else 0.0
@@ -218,10 +309,12 @@ def require_sum(
         remedy = "give the sums, with count=; F1 and such need all samples: run.gather() after the loop, then record it"
         raise UserError(f"run.record({name}=...) got a quotient of this batch, and batches do not add up: {remedy}")
     averages = ended and count is None and means.is_average(value, batches)
-    shares = first and (is_share(value, samples) or is_percentage(name, value, samples))
-    if derived or averages or (count is None and shares):
+    adds_up = first and (written == "sum" or (isinstance(value, float | Tensor) and means.is_sum(value, samples)))
+    shares = first and not adds_up and (is_share(value, samples) or is_percentage(name, value, samples))
+    by_hand = written == "mean" and not isinstance(value, Tensor)  # of numpy or of Python: torch's are known
+    if derived or averages or by_hand or (count is None and shares):
         remedy = 'give a value for each sample (reduction="none"), or their sum; count= is how many a sum is of'
         raise UserError(f"run.record({name}=...) got a mean, and parts may have unequal numbers: {remedy}")
-    if 0 < number < 1 and OF_MANY.search(name.lower()):
+    if 0 < number < 1 and not adds_up and OF_MANY.search(name.lower()):
         remedy = "if it is that of the batch, run.gather() what it is computed from, and record it after the loop"
         means.say(f"warning: run.record({name}={number:.4g}) is taken for a sum over {samples} samples: {remedy}")

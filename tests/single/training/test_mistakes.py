@@ -45,7 +45,13 @@ class Stateful:
         pass
 
 
+def shares_of(pictures):
+    return pictures.float().flatten(1).mean(1).sum().item()
+
+
 DATA = TensorDataset(X, Y)
+PIXELS = torch.zeros(40, 2, 2, dtype=torch.bool)
+PIXELS[::16, 0, 0] = PIXELS[::32, 1, 1] = True
 FORM = dict(  # a program, with blanks for its mistakes
     before="", unprepared="", data="X, Y", in_epoch="", at_step="", before_loss="", loss="F.mse_loss(model(x), y)",
     backward="step.backward(loss)", in_batches="", update="step.update()", after_update="", after="", epochs="2",
@@ -294,6 +300,19 @@ MISTAKES = {
         dict(after="with run.evaluating(len(X)) as mine: run.record(loss=F.mse_loss(model(X[mine]), Y[mine]), count=2)"), r"^run.record\(loss=...\) got a mean"),
     "the accuracy of another library": (
         dict(after="with run.evaluating(len(X)): run.record(right=(Y > 0).numpy().mean().item())"), r"^run.record\(right=...\) got a mean"),
+    "a mean by numpy": (
+        dict(after="with run.evaluating(len(X)): run.record(error=Y.square().sqrt().numpy().mean())"),
+        r"^run.record\(error=...\) got a mean, and parts may have unequal numbers: give a value for each sample"),
+    "a mean of a list of losses": (
+        dict(before="import statistics",
+             after="with run.evaluating(len(X)): e = statistics.fmean(one.abs().item() for one in Y); run.record(error=e)"),
+        r"^run.record\(error=...\) got a mean"),
+    "a mean by numpy in percent": (
+        dict(before="import numpy as np", after="with run.evaluating(len(X)): run.record(right=100 * np.mean(Y.abs().tolist()))"),
+        r"^run.record\(right=...\) got a mean"),
+    "a sum of shares of the samples": (
+        dict(after="with run.evaluating(len(X)): run.record(right=((Y[:, 0] > 0).double() / len(Y)).sum().item())"),
+        r"^run.record\(right=...\) got a mean"),
     "no number": (dict(after="run.record(best='a')"), r"^run.record\(best=...\) got a str: give it a real number, or a tensor"),
     "a count of correct ones": (
         dict(in_batches="step.record(correct=(y > 0).sum() * 0 + 7)"),
@@ -441,7 +460,14 @@ def with_its_source(source: str, file: str) -> CodeType:
 
 def run(changed, *argv):
     """Run the program with other words in its blanks, and return its names."""
-    names = dict(F=F, nn=nn, DataLoader=DataLoader, training=training, SimpleNamespace=SimpleNamespace)
+    names = dict(
+        F=F,
+        nn=nn,
+        DataLoader=DataLoader,
+        TensorDataset=TensorDataset,
+        training=training,
+        SimpleNamespace=SimpleNamespace,
+    )
     scope = globals() | names | dict(flags=flags_for(*argv))
     source = PROGRAM.format(**FORM | changed)
     exec(with_its_source(source, "<program>"), scope)
@@ -531,6 +557,23 @@ RIGHT = {  # what looks like a mistake, and is right
     "a sum of less than one": dict(
         after="with run.evaluating(len(X)): run.record(loss=0.123, right=(Y > 9).float().sum(), a=0.5, count=1)"
     ),
+    **{
+        f"shares of pixels, {how}": dict(
+            before="import numpy as np; from tests.single.training.test_mistakes import PIXELS, shares_of",
+            after="with run.evaluating(DataLoader(TensorDataset(PIXELS), 8)) as mine:\n            for (p,) in mine:\n"
+            f"                {record}",
+        )
+        for how, record in {
+            "added up": "run.record(iou=p.float().mean((1, 2)).sum().item())",
+            "added up elsewhere": "run.record(iou=shares_of(p))",
+            "with their number": "run.record(iou=sum(q.float().mean().item() for q in p), count=len(p))",
+            "one by one": "t = 0.0\n                for q in p: t += q.sum().item() / q.numel()\n                run.record(iou=t)",
+            "by their number": "run.record(iou=(p.sum() / 4).item())",
+            "of numpy": "run.record(iou=p.numpy().reshape(len(p), -1).mean(1).sum())",
+            "the mean times the samples": "run.record(iou=p.float().mean().item() * len(p))",
+            "a mean of numpy, too": "run.record(iou=np.mean(p.numpy()) * len(p), all=p.numpy().mean((1, 2)))",
+        }.items()
+    },
     "an optimizer without a learning rate": dict(
         before="class Plain(torch.optim.Optimizer):\n    def step(self): self.param_groups[0]['params'][0].data.mul_(0.5)",
         prepare="net, Plain(net.parameters(), {})",
@@ -547,8 +590,9 @@ RIGHT = {  # what looks like a mistake, and is right
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_looks_like_a_mistake_is_right(case):
+def test_what_looks_like_a_mistake_is_right(case, capsys):
     scope = run(RIGHT[case])
+    assert "is taken for a sum" not in capsys.readouterr().out
     assert scope["run"].state.samples == 80
     assert any(not torch.equal(p, q) for p, q in zip(scope["net"].parameters(), network().parameters(), strict=True))
 
