@@ -375,6 +375,8 @@ class Checkpoints:
         if self._writer is not None and self.resume.lock is not None:
             self._ends = True
             self._writer.flush(heartbeat)
+        if self._writer is not None:
+            self._writer.close()
         self.resume.release()
 
     def close(self, heartbeat: Callable[[], None] = lambda: None) -> str | None:

@@ -67,7 +67,7 @@ class Writer:
         self.processor = self.seconds = 0.0
         self._waiting: list[tuple[Facts, dict[str, Tensor]]] = []  # the best one, and the newest
         self._condition = threading.Condition()
-        self._busy = False
+        self._busy = self._closed = False
         self._begun_at = 0.0  # when the current write began, or will at once
         self._facts: dict[Path, Facts] = {}  # of files in the directory: `prune` need not read them again
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
@@ -98,6 +98,13 @@ class Writer:
             if not self._wait_until_idle(time.monotonic() + PATIENCE_SECONDS, heartbeat):
                 self.failed = OSError(f"not written within {PATIENCE_SECONDS:.0f} s")
 
+    def close(self) -> None:
+        """End the thread, once it has written what waits: else a process keeps one for each of its trainings, with all
+        that the thread reaches."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
     def _wait_until_idle(self, until: float, heartbeat: Callable[[], None]) -> bool:
         """Wait until all snapshots are written, or until this time by time.monotonic. Return whether they are."""
         while self._waiting or self._busy:
@@ -113,6 +120,8 @@ class Writer:
                 self._busy = False
                 self._condition.notify_all()
                 while not self._waiting:
+                    if self._closed:
+                        return
                     self._condition.wait()
                 facts, tensors = self._waiting.pop(0)
                 self._busy, self._begun_at = True, time.monotonic()

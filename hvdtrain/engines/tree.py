@@ -8,8 +8,10 @@ Other sums over ranks, of losses and counts, are of their V numbers, which all p
 """
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +174,12 @@ class SummedBucket:
             parameter.grad = total
 
 
+def called(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Tensor) -> None:
+    """Call the method, where its object is still there."""
+    if (alive := method()) is not None:
+        alive(parameter)
+
+
 class Gradients:
     """Those of an optimizer. In the last turn of a process, the exchange of a bucket begins as soon as it is complete.
 
@@ -202,7 +210,8 @@ class Gradients:
         for parameter in trained:
             alike.setdefault(parameter.dtype, []).append(parameter)
             if parameter not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(self._arrived)
+                # Trap: what a hook refers to, here the model too, is never freed: the collector cannot see into a hook.
+                parameter.register_post_accumulate_grad_hook(partial(called, weakref.WeakMethod(self._arrived)))
                 self._hooked.add(parameter)
         # An exchange has two collectives, in place of one: half as many of them on CPUs. GPUs have the largest anyway.
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)

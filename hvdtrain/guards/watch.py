@@ -181,8 +181,9 @@ class Watch:
                         self._hear_signals()
                     else:
                         self._receive(*key.data)
-            with self._lives_on():
-                self._look()
+            if not self._closing:
+                with self._lives_on():
+                    self._look()
 
     def _select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
         """Return what can be read within `seconds`. Ends this process if the program has closed the selector."""

@@ -1,8 +1,11 @@
 """The run object: what the loop computes, saves and restores, as torch does. Mistakes: test_mistakes.py."""
 
+import contextlib
 import decimal
+import gc
 import math
 import os
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,7 +27,7 @@ from hvdtrain.inputs.sharding import epoch_order
 from hvdtrain.output.metric_names import goodness
 from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import N, Trained, X, Y, flags_for, network, squares
+from tests.single.training.small import Killed, N, Trained, X, Y, flags_for, network, squares
 
 
 def test_accumulation_is_the_large_batch():
@@ -594,3 +597,27 @@ def test_what_a_program_drops_in_its_loop_is_freed():
                 for x, y in step.batches():
                     step.backward(F.mse_loss(model(x), y))
                 step.update()
+
+
+@pytest.mark.parametrize("kill", [None, 3])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--checkpoint-steps 2",
+        "--tensorboard",
+        "--mirror file://{}-mirror",
+        "--virtual-ranks 2",
+        "--profile 2",
+    ],
+)
+def test_a_process_keeps_nothing_of_a_training_that_has_ended(flags, kill, tmp_path):
+    """A cross-validation has as many as folds: the models of all would not fit into a GPU, and each had a thread."""
+    before, gone = set(threading.enumerate()), []
+    for fold in map(str, range(3)):
+        with contextlib.suppress(Killed):
+            Trained(*flags.format(tmp_path / fold).split(), out=tmp_path / fold, kill=kill,
+                    at_step=lambda t: gone.extend(map(weakref.ref, (t.net, t.optimizer, t.run))))  # fmt: skip
+    gc.collect()
+    assert gone
+    assert [one() for one in gone] == [None] * len(gone)
+    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"leaving"}
