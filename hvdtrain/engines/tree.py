@@ -174,7 +174,7 @@ class SummedBucket:
             parameter.grad = total
 
 
-def called(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Tensor) -> None:
+def _call_if_alive(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Tensor) -> None:
     """Call the method, where its object is still there."""
     if (alive := method()) is not None:
         alive(parameter)
@@ -211,7 +211,7 @@ class Gradients:
             alike.setdefault(parameter.dtype, []).append(parameter)
             if parameter not in self._hooked:
                 # Trap: what a hook refers to, here the model too, is never freed: the collector cannot see into a hook.
-                parameter.register_post_accumulate_grad_hook(partial(called, weakref.WeakMethod(self._arrived)))
+                parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, weakref.WeakMethod(self._arrived)))
                 self._hooked.add(parameter)
         # An exchange has two collectives, in place of one: half as many of them on CPUs. GPUs have the largest anyway.
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
