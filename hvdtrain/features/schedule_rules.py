@@ -1,6 +1,7 @@
 """Registered schedulers of torch must be made for the run's length, and be stepped as often as they are made for."""
 
 import contextlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,14 @@ from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.optim import is_scheduled, length_of
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Step
+from hvdtrain.output.metric_names import Metric
+from hvdtrain.program.means import OF_MANY
 from hvdtrain.program.own_counts import steps_of_one_process, sum_of_one_rank
 from hvdtrain.program.uses import frame_of_program
 
 MOST_TRIED = 10_000  # steps
+LOSS = re.compile(r"(^|_)(loss|losses|rmse)(_|$)")  # of which less is better
+SYMMETRIC = (0.0, 0.5, 1.0, 50.0)  # the same with another sign, or as what is lacking to 1 or 100
 
 
 class ScheduleRules(Feature):
@@ -42,6 +47,12 @@ class ScheduleRules(Feature):
 
     def reduced(self, step: Step) -> None:
         self._run.checkpoints.objects.tell_settings()
+
+    def before_save(self) -> None:
+        run = self._run
+        with contextlib.suppress(Exception):  # any: the program may have set its attributes
+            if line := plateau_turned(run.checkpoints.registered, run.evaluation, run.metrics_logger.metrics):
+                run.output.say_once(f"warning: {line}")
 
     def after_step(self, step: Step) -> None:
         if not step.left_out:
@@ -95,6 +106,28 @@ def require_length(
             raise UserError(line, everywhere=True)
         warnings.append(line)
     return warnings
+
+
+def plateau_turned(
+    registered: Mapping[str, Any], evaluation: Mapping[str, float], metrics: Mapping[str, Metric]
+) -> str:
+    """Return a warning if a ReduceLROnPlateau was given a value of the last evaluation, and waits for worse ones; else an
+    empty text. metrics: those with a direction; of others, their names tell it."""
+    for name, scheduler in registered.items():
+        if not isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or scheduler.best in SYMMETRIC:
+            continue
+        given = [key for key, value in evaluation.items() if value == scheduler.best and key != "count"]
+        if len(given) != 1:
+            continue
+        of_name = (
+            "min" if LOSS.search(given[0].lower()) else "max" if OF_MANY.search(given[0].lower()) else scheduler.mode
+        )
+        better = metrics[given[0]].direction if given[0] in metrics else of_name
+        if better != scheduler.mode:
+            which = f"which is better if it is {'larger' if better == 'max' else 'smaller'}"
+            message = f"{name}: ReduceLROnPlateau in mode {scheduler.mode!r} got {given[0]}, {which}"
+            return f'{message}: write ReduceLROnPlateau(optimizer, mode="{better}")'
+    return ""
 
 
 def positions(registered: Mapping[str, Any]) -> dict[str, int]:

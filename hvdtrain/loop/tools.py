@@ -22,7 +22,7 @@ from hvdtrain.output.clock import Clock
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.run_output import RunOutput
-from hvdtrain.program.mistakes import LaterParts, refusal
+from hvdtrain.program.mistakes import LaterParts, refusal, without_effect
 from hvdtrain.program.own_counts import rows_by_the_rank
 from hvdtrain.program.uses import frame_of_program
 
@@ -118,6 +118,10 @@ class RunTools:
         if any(trained and not now for trained, now in zip(before, self._modes, strict=False)):
             message = "a model that was in training mode in the epoch before is in evaluation mode"
             self.output.say_once(f"warning: {message}: write net.train() at the head of an epoch")
+        with contextlib.suppress(Exception):  # any: what the program's modules have is the author's
+            trained = {parameter for own in self.prepared().trained.values() for parameter in own}
+            if line := without_effect(self.prepared().models, trained):
+                self.output.say_once(f"warning: {line}")
 
     def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""

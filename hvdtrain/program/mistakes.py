@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.program.uses import variables_of
+from hvdtrain.program.uses import codes_of, reads, variables_of
 
 # Of `Run`: when, and the line with its remedy. Capitals stand for values.
 REFUSALS = {
@@ -104,6 +105,32 @@ class LaterParts:
                     raise UserError(f"a {kind} was made in the loop over epochs, which no step applies: {remedy}")
                 remedy = "make it before the loop, as a part of a SequentialLR, and give that to run.register"
                 raise UserError(f"a {kind} was made in the loop over epochs, which no checkpoint has: {remedy}")
+
+
+# As programs write the attribute of parameters, and mean to freeze a module, or misspell it.
+FREEZING = re.compile("required?s?_?grads?_?")
+
+
+def without_effect(models: Sequence[nn.Module], trained: Collection[nn.Parameter]) -> str:
+    """Return a warning if the program has set `requires_grad` of a module, which torch does not read, or misspelt that of a
+    parameter, so that weights are trained, or are not, all the same; else an empty text. trained: by the optimizers."""
+    modules = [pair for model in models for pair in model.named_modules()]
+    held: list[tuple[str, Any]] = [*modules, *(pair for model in models for pair in model.named_parameters())]
+    found = [(*pair, name, value) for pair in held for name, value in vars(pair[1]).items() if FREEZING.fullmatch(name)]
+    for where, what, name, value in found:
+        weights = list(what.parameters()) if isinstance(what, nn.Module) else [what]
+        flags = {weight.requires_grad for weight in weights if weight in trained}
+        if type(value) is not bool or (True not in flags if not value else flags != {False}):
+            continue
+        kinds = {kind for _, module in modules for kind in type(module).__mro__}
+        own = [kind for kind in kinds - {object} if not kind.__module__.startswith("torch.")]
+        if not any(reads(code, name) for kind in own for code in codes_of(kind)):
+            where, kind = (
+                where or "model",
+                "module, only on its parameters" if isinstance(what, nn.Module) else "parameter",
+            )
+            return f"{where}.{name} = {value} has no effect on a {kind}: write {where}.requires_grad_({value})"
+    return ""
 
 
 class Outputs:

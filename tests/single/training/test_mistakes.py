@@ -4,6 +4,7 @@ Those that need several ranks are in tests/parallel/test_mistakes.py.
 """
 
 import linecache
+import re
 import sys
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -487,6 +488,66 @@ def test_a_mistake_ends_in_one_line_with_the_remedy(name, case, tmp_path, monkey
     with pytest.raises(UserError, match=complaint) as caught:
         run_program(monkeypatch, name, changed) if name else run(changed, "--output-dir", str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
+
+
+FROZEN = {  # how a program means to freeze, and where `net` is Sequential(0, 1, 2, 3), the line
+    "net[3].requires_grad = False": r"3.requires_grad = False has no effect on a module, .*: write 3.requires_grad_\(False\)",
+    "net.requires_grad = False": r"model.requires_grad = False has no effect on a module, .*: write model.requires_grad_\(F",
+    "net[3].weight.require_grad = False": r"3.weight.require_grad = False has no effect on a parameter: write 3.weight.req",
+    "net[3].requires_grad_(False).requires_grad = True": "3.requires_grad = True has no effect on a module",
+    "net[3].requires_grad_(False).requires_grad = False": "",
+    "net[3].weight.requires_grad = False": "",
+    "net[0] = Switched(3, 8)": "",  # whose own code reads it
+}
+
+
+class Switched(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.requires_grad = False
+
+    def forward(self, x):
+        return super().forward(x) if self.requires_grad else super().forward(x) * 0.5
+
+
+@pytest.mark.parametrize("change", FROZEN)
+def test_what_freezes_nothing_is_told(change, capsys):
+    run(dict(unprepared=change))
+    (*told,) = re.findall("warning: .*requires?_grad .*", capsys.readouterr().out)
+    assert len(told) == bool(FROZEN[change])
+    assert re.match(f"warning: {FROZEN[change]}", *told) if told else True
+
+
+def test_what_no_optimizer_trains_may_have_it(capsys):
+    run(dict(unprepared="net[0].requires_grad = False", prepare="net, torch.optim.SGD(net[3].parameters(), lr=0.1)"))
+    assert "has no effect" not in capsys.readouterr().out
+
+
+PLATEAUS = {  # metrics, mode, what it is stepped by: the metric and the mode of the line
+    "an accuracy in mode min": ("None", "min", "run.evaluation['accuracy']", "accuracy", "max"),
+    "the best value in mode min": ("{'score': 'max'}", "min", "run.best.value", "score", "max"),
+    "a loss in mode max": ("None", "max", "run.evaluation['loss']", "loss", "min"),
+    "an accuracy in mode max": ("None", "max", "run.evaluation['accuracy']", "", ""),
+    "a loss": ("None", "min", "run.evaluation['loss']", "", ""),
+    "what is lacking": ("None", "min", "1 - run.evaluation['accuracy']", "", ""),
+    "a name that tells nothing": ("None", "min", "run.evaluation['score']", "", ""),
+    "a declared error": ("{'accuracy': 'min'}", "min", "run.evaluation['accuracy']", "", ""),
+    "the loss of training": ("None", "max", "step.loss", "", ""),
+}
+
+
+@pytest.mark.parametrize("case", PLATEAUS)
+def test_a_plateau_waits_for_what_is_better(case, capsys):
+    metrics, mode, given, name, better = PLATEAUS[case]
+    run(dict(
+        metrics=metrics, prepared=f"plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode={mode!r}); run.register(plateau=plateau)",
+        after="with run.evaluating(len(X)): run.record(loss=(model(X) - Y).abs(), accuracy=Y > 0.1, score=Y.sin())\n"
+        f"        plateau.step({given})",
+    ))  # fmt: skip
+    (*told,) = re.findall("warning: (plateau: .*)", capsys.readouterr().out)
+    larger = "larger" if better == "max" else "smaller"
+    line = f"plateau: ReduceLROnPlateau in mode '{mode}' got {name}, which is better if it is {larger}: "
+    assert told == [f'{line}write ReduceLROnPlateau(optimizer, mode="{better}")'] * bool(name)
 
 
 @pytest.mark.parametrize("case", REPORTED)
