@@ -1,6 +1,8 @@
 """How a program ends: one line on standard error and an exit code."""
 
 import argparse
+import contextlib
+import linecache
 import re
 import socket
 import sys
@@ -44,10 +46,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = main()
     except (UserError, Failure) as error:
         end_with(error)
-    except TypeError as error:
-        if (wrong_call := of_a_call(error)) is None:
+    except (TypeError, AttributeError) as error:
+        if (meant := of_python(error)) is None:
             raise
-        end_with(wrong_call)
+        end_with(meant)
     except (RuntimeError, ValueError, argparse.ArgumentError) as error:
         if (with_remedy := of_the_user(str(error))) is None:
             raise
@@ -55,7 +57,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def of_a_call(error: TypeError) -> UserError | None:
+def of_python(error: TypeError | AttributeError) -> UserError | None:
+    """Return what an error of Python means, if the program has made one of these mistakes."""
+    return of_a_call(error) or without_directory(error)
+
+
+def of_a_call(error: Exception) -> UserError | None:
     """Return the error of a call of ours that Python refuses, such as `step.backward(loss, retain_graph=True)`."""
     called = re.match(r"(Run|RunTools|Step)\.(\w+)\(\) ((?:got|takes|missing) .*)", str(error))
     if called is None:
@@ -64,6 +71,33 @@ def of_a_call(error: TypeError) -> UserError | None:
     where = f"{Path(caller.filename).name}, line {caller.lineno}"
     remedy = CALLS.get(called[2], "see the reference of functions")
     return UserError(f"{where}: {'step' if called[1] == 'Step' else 'run'}.{called[2]}() {called[3]}: {remedy}")
+
+
+def without_directory(error: TypeError | AttributeError) -> UserError | None:
+    """Return the error of a line of the program that uses an output directory which is None, as in `None / "notes.txt"`."""
+    operator = re.search("for (.+): 'NoneType' and", str(error))
+    if isinstance(error, AttributeError) and error.obj is None:
+        after = rf"\.{error.name}\b"
+    elif operator is not None or "os.PathLike" in str(error):
+        after = rf"\s*{re.escape(operator[1])}" if operator is not None else r"\b"
+    else:
+        return None
+    with contextlib.suppress(Exception):  # any: the source and the variables are the author's
+        for frame, number in list(traceback.walk_tb(error.__traceback__))[
+            -4:
+        ]:  # os.path.join and pathlib have their own
+            file, names = frame.f_code.co_filename, {**frame.f_globals, **frame.f_locals}
+            line, source = linecache.getline(file, number), "".join(linecache.getlines(file))
+            owners = re.findall(rf"\b(\w+)\.output_dir{after}", line)
+            for name in re.findall(rf"\b(\w+){after}", line):
+                owners += re.findall(rf"\b{name} = (\w+)\.output_dir\b", source) if names.get(name, "") is None else []
+            for owner in owners:
+                if getattr(names.get(owner), "output_dir", "") is None:
+                    where, of_run = f"{Path(file).name}, line {number}", type(names[owner]).__name__ != "Flags"
+                    others = ", and on ranks other than 0, which write no files" if of_run else ""
+                    message = f"{where}: {owner}.output_dir is None without --output-dir{others}"
+                    return UserError(f"{message}: write `if {owner}.output_dir:` around what writes there")
+    return None
 
 
 def of_the_user(message: str) -> UserError | Failure | None:

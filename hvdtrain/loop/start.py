@@ -24,6 +24,7 @@ from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.inputs import InputKind
 from hvdtrain.inputs.sharding import seed_generators
 from hvdtrain.inputs.sources import Data, require_default_device
+from hvdtrain.launching import exit_codes
 from hvdtrain.loop.feature import Feature
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.state import Stage
@@ -244,6 +245,10 @@ def carried_out(run: Run) -> Iterator[None]:
         failed = False
         unsaved = checkpoints.close(run.stopping.heartbeat)
         run.exit_code = run.stopping.leave(run.state, unsaved, writes=checkpoints.writes)
+    except (TypeError, AttributeError) as error:  # here, so that the other ranks are told what it means
+        if (meant := exit_codes.of_python(error)) is None:
+            raise
+        raise meant from error
     finally:
         run.stage = Stage.ENDED
         with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written

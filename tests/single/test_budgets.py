@@ -61,7 +61,7 @@ BUDGETS = {
     # And labels of which few are others, a sampler of one rank.
     "hvdtrain/inputs": 2995,  # with comments that say why
     "hvdtrain/integrations": 40,
-    # With calls that Python refuses.
+    # With calls that Python refuses, and an output directory that is None.
     "hvdtrain/launching": 2330,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
     # With --virtual-ranks, a `break`, the number of batches of an evaluation, an output directory that is a text.
     # And lists of rows, calls with a remedy.

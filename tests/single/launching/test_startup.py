@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -163,6 +164,34 @@ def test_a_call_of_ours_that_python_refuses_is_one_line(call, line, capfd):
     with pytest.raises(SystemExit if line else TypeError):
         exit_codes.run_command(lambda: eval(call, {"Run": Run, "Step": Step}))
     assert (f"error: <string>, line 1: {line}" in capfd.readouterr().err) == bool(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "owner"),
+    [
+        ('run.output_dir / "notes.txt"', "run"),
+        ("print(run.output_dir.joinpath(1))", "run"),
+        ("os.path.join(run.output_dir, 'a')", "run"),
+        ("Path(flags.output_dir)", "flags"),
+        ("out = run.output_dir\nopen(out / 'a', 'w')", "run"),
+        ("model = None\n(run.output_dir, model.weights)", ""),
+        ("model = None\nprint(run.output_dir, model / 2)", ""),
+        ("there = SimpleNamespace(output_dir=Path())\nthere.output_dir / None", ""),
+    ],
+)
+def test_an_output_directory_that_is_none_is_one_line(line, owner, capfd, tmp_path):
+    from hvdtrain.flags import Flags
+
+    (program := tmp_path / "own.py").write_text(line)
+    flags = Flags.__new__(Flags)
+    flags.output_dir = None
+    names = dict(run=SimpleNamespace(output_dir=None), flags=flags, SimpleNamespace=SimpleNamespace, Path=Path, os=os)
+    with pytest.raises(SystemExit if owner else (TypeError, AttributeError)):
+        exit_codes.run_command(lambda: exec(compile(line, str(program), "exec"), names))
+    others = ", and on ranks other than 0, which write no files" * (owner == "run")
+    message = f"line {line.count(chr(10)) + 1}: {owner}.output_dir is None without --output-dir{others}"
+    remedy = f"write `if {owner}.output_dir:` around what writes there"
+    assert (f"error: own.py, {message}: {remedy}\n" in capfd.readouterr().err) == bool(owner)
 
 
 def test_main_that_was_called_is_named(capfd):

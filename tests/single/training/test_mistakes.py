@@ -490,6 +490,20 @@ def test_a_mistake_ends_in_one_line_with_the_remedy(name, case, tmp_path, monkey
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_what_python_says_of_a_mistake_is_said_to_all_ranks():
+    """Of a rank that failed alone, the others told the TypeError."""
+    with pytest.raises(
+        UserError, match=r"^<program>, line \d+: run.output_dir is None without --output-dir, and on ranks"
+    ):
+        run(dict(after="run.output_dir / 'notes.txt'"))
+    with pytest.raises(
+        UserError, match=r"line \d+: step.backward\(\) got an unexpected keyword argument 'retain_graph': write"
+    ):
+        run(dict(backward="step.backward(loss, retain_graph=True)"))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run(dict(after="None / 'notes.txt'"))
+
+
 FROZEN = {  # how a program means to freeze, and where `net` is Sequential(0, 1, 2, 3), the line
     "net[3].requires_grad = False": r"3.requires_grad = False has no effect on a module, .*: write 3.requires_grad_\(False\)",
     "net.requires_grad = False": r"model.requires_grad = False has no effect on a module, .*: write model.requires_grad_\(F",
