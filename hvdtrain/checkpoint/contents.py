@@ -80,11 +80,7 @@ def collect(
     states, packed_optimizers = ObjectStates([], {}), []
     for optimizer, prefix in zip(optimizers, prefixes_of_kind("optimizer", len(optimizers)), strict=True):
         states.optimizers.append(state := optimizer.state_dict())
-        if not isinstance(state, dict) or not state.keys() >= {"state", "param_groups"}:
-            remedy = "give run.prepare() each optimizer in it, or let its state_dict() have these"
-            raise UserError(
-                f"the state_dict of {type(optimizer).__name__} has no 'state' and 'param_groups', as torch's: {remedy}"
-            )
+        require_as_of_torch(optimizer, state)
         packed_optimizers.append(pack(state, prefix, tensors, *about_optimizer(optimizer)))
     packed = {}
     for name, what in registered.items():
@@ -107,6 +103,30 @@ def collect(
         tensors,
         states,
     )
+
+
+def require_as_of_torch(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Raise UserError for a state_dict of an optimizer that is not like those of torch."""
+    if not isinstance(state, dict) or not state.keys() >= {"state", "param_groups"}:
+        remedy = "give run.prepare() each optimizer in it, or let its state_dict() have these"
+        raise UserError(
+            f"the state_dict of {type(optimizer).__name__} has no 'state' and 'param_groups', as torch's: {remedy}"
+        )
+
+
+def require_packable(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:
+    """Raise UserError, before training, for a state that no checkpoint could hold, such as that of a scheduler in another
+    one. Of a module, see `require_storable`."""
+    objects: list[tuple[Any, tuple[str, str]]] = [(one, about_optimizer(one)) for one in optimizers]
+    objects += [(one, about_registered(name)) for name, one in registered.items() if not isinstance(one, nn.Module)]
+    for what, about in objects:
+        try:
+            state = what.state_dict()
+        except Exception:  # any of its author's: it may have none before training
+            continue
+        if isinstance(what, torch.optim.Optimizer):
+            require_as_of_torch(what, state)
+        pack(state, "", {}, *about)
 
 
 def require_storable(tensors: Mapping[str, Tensor]) -> None:

@@ -159,6 +159,8 @@ class Checkpoints:
         self.resumed_epoch = ResumedEpoch(prepared, self.registered, self.resume.facts, modes, lengthened=lengthened)
         modules = self.objects.modules()
         self._watch(modules)
+        if self.writes:
+            contents.require_packable(prepared.optimizers, {})
         if (content := self.resume.content()) is not None:
             facts, tensors = content
             self.objects.restore(facts, tensors)
@@ -186,6 +188,8 @@ class Checkpoints:
             self.objects.require_registered(name, what)
         modules, content = self.objects.modules(objects), self.resume.content()
         self._watch(modules)
+        if self.writes:
+            contents.require_packable([], objects)
         self.objects.register(objects, {} if content is None else content[1])
         require_same_on_all(self.engine, objects)
         for name, module in modules.items():

@@ -36,6 +36,7 @@ BUDGETS = {
     # And what an epoch that is resumed within has gathered, such as the mean of its losses.
     # And settings of layers at a resume, registered buffers that differ between ranks.
     # And differences.py, which resume.py had: which settings the first step has.
+    # And states that no checkpoint can hold, before training.
     # And what a requeued job has written, and the run that --resume PATH leaves.
     # And a thread that ends with its run.
     "hvdtrain/checkpoint": 3385,  # with comments that say why

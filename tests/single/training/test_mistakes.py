@@ -226,6 +226,18 @@ MISTAKES = {
     "a wrapped model": (dict(prepare="nn.DataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)"), "a DataParallel would reduce"),
     "a list registered": (dict(prepared="run.register(losses=[])"), r"run.register\(losses=...\) got a list: it has no state_dict"),
     "a function registered": (dict(prepared="run.register(it=Stateful())"), r"holds a builtin_function_or_method at \['function'\], which a checkpoint"),
+    "a scheduler in another one": (  # at the start
+        dict(before="class Gradual(torch.optim.lr_scheduler.StepLR):\n    def __init__(self, optimizer, after):\n"
+             "        super().__init__(optimizer, 9)\n        self.after = after",
+             prepared="run.register(it=Gradual(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 9)))", in_epoch="1 / 0"),
+        r"^run.register\(it=...\): its state_dict holds a StepLR at \['after'\], which a checkpoint cannot store: leave it out"),
+    "an optimizer of two": (
+        dict(before="class Both(torch.optim.SGD):\n    def state_dict(self): return {'first': {}}",
+             prepare="net, Both(net.parameters(), lr=0.1)", in_epoch="1 / 0"),
+        "^the state_dict of Both has no 'state' and 'param_groups', as torch's: give run.prepare"),
+    "an optimizer with a function in its groups": (
+        dict(prepare="net, torch.optim.SGD([{'params': net.parameters(), 'rate_of': print}], lr=0.1)", in_epoch="1 / 0"),
+        r"^the state of SGD holds a builtin_function_or_method at .*, which a checkpoint cannot store: keep to numbers"),
     "registered after an epoch": (dict(after="run.register(late=network())"), r"run.register\(\) once training has begun, where a"),
     "an unknown target": (dict(stop_at='{"acuracy": 0.9}'), r'acuracy has no direction: training.start\(flags, metrics='),
     "a target that is not recorded": (
