@@ -100,7 +100,8 @@ class Carried:
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
             # A penalty that holds the weights near the first ones would hold them near the restored ones.
-            self.orders = orders_of(self._globals) | orders_of(variables_of(frame))
+            names = {name.removeprefix(THE_GLOBAL): value for name, value in self._names().items()}
+            self.orders = orders_of(Reached(self._is_own, {id(one) for one in self._saved.values()}).collections(names))
             # A set of texts has another order in each process.
             before = {name: orders.get(name, held) for name, held in self.orders.items()}
             if mixed := [
@@ -423,6 +424,10 @@ class Carried:
 
     def _marks(self, *, numbers: bool = False) -> dict[str, Reading]:
         """Return what the program's variables reach, by name."""
+        return self._marks_of(self._names(numbers=numbers), numbers=numbers)
+
+    def _names(self, *, numbers: bool = False) -> dict[str, Any]:
+        """Return the program's variables, those of its other modules, too, by name."""
         assert self._frame is not None
         names = variables_of(self._frame)
         outer = dict[str, Any]()
@@ -430,8 +435,7 @@ class Carried:
             outer |= self._globals
         for short, module in self._own_modules().items() if not numbers else ():
             outer |= {f"{short}.{name}": one for name, one in vars(module).items() if not name.startswith("__")}
-        names |= {THE_GLOBAL + name: one for name, one in outer.items() if not name.startswith("__")}
-        return self._marks_of(names, numbers=numbers)
+        return names | {THE_GLOBAL + name: one for name, one in outer.items() if not name.startswith("__")}
 
     def _marks_of(self, names: Mapping[str, Any], *, numbers: bool = False) -> dict[str, Reading]:
         """Return what these names reach."""

@@ -18,11 +18,11 @@ import sys
 import threading
 import zlib
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from numbers import Number
-from types import FunctionType, GeneratorType, MappingProxyType, MethodType, SimpleNamespace
+from types import FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -44,6 +44,9 @@ UNFOLLOWED = {int, float, bool, str, bytes, type(None)}  # most parts of collect
 PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
 PARTS_OF_DATA = ("dataset", "datasets", "transform", "transforms", "target_transform")  # torch's and torchvision's
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
+# Flags are compared, in whatever order they stand.
+UNORDERED = (FunctionType, type, ModuleType, argparse.Namespace, Tensor, torch.optim.Optimizer, LRScheduler)
+FEW = 20  # parts of a collection that are followed
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 RESULT = "<the result of a forward pass>"  # the mark of a tensor
@@ -207,6 +210,36 @@ class Reached:
         self._seen.add(id(value))
         for inner, one in self._followed_in(value) if inside else self._held_by(path, value, owner):
             self.add(f"{path}{inner}", one, owner if inside else value, depth + 1)
+
+    def collections(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the collections that these are or hold, by path: as objects, models and functions of the program, and a
+        collate_fn. Those of a data set have a line of their own, but for what its objects of other modules hold."""
+        return {path: one for name, value in names.items() for path, one in self._collections_of(name, value, 0)}
+
+    def _collections_of(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+        kind = what_is(value)
+        if kind.is_plain or id(value) in self._apart | self._seen or depth > DEEPEST or len(self._seen) > MOST_PARTS:
+            return
+        self._seen.add(id(value))
+        held: Iterable[tuple[str, Any]] = ()
+        if kind.is_collection:
+            yield path, value
+            ordered = isinstance(value, dict | list | tuple) and len(value) <= FEW
+            held = [(f"[{key!r}]", one) for key, one in parts_of(value)] if ordered else ()
+        elif isinstance(value, DataLoader):
+            held = [(".dataset", value.dataset), (".collate_fn", value.collate_fn)]
+        elif isinstance(value, Dataset):
+            pairs = attributes_of(value).items()
+            held = [(f".{name}", one) for name, one in pairs if type(one).__module__ not in ("__main__", "builtins")]
+        elif isinstance(value, nn.Module):
+            layers = [pair for pair in value.named_modules() if self._is_own(type(pair[1]))]
+            held = [
+                (f".{at}.{name}".replace("..", "."), x) for at, one in layers for name, x in attributes_of(one).items()
+            ]
+        elif self._is_own(value) or not isinstance(value, UNORDERED):
+            held = self._held_by(path, value, None)
+        for inner, one in held:
+            yield from self._collections_of(f"{path}{inner}", one, depth + 1)
 
     def _is_followed(self, value: Any) -> bool:
         return isinstance(value, PLAIN_HOLDERS) or self._is_own(type(value))

@@ -1,5 +1,7 @@
 """A module of a program, with states of its own: test_carried.py."""
 
+from torch.utils.data import Dataset
+
 COUNT = 0
 
 
@@ -17,3 +19,14 @@ STOP = Stop()
 def count() -> None:
     global COUNT
     COUNT += 1
+
+
+class Words(Dataset):
+    """Its names are in an object of this module."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.words = Stop()
+        vars(self.words)["names"] = names
+
+    def __len__(self) -> int:
+        return 1

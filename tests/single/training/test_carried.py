@@ -1,8 +1,10 @@
 """What a program carries from step to step, or epoch to epoch, in variables of its own: a line says so.
 What it sets anew, or what a resumed run knows, is left alone."""
 
+import argparse
 import copy
 import enum
+import functools
 import itertools
 import os
 import queue
@@ -28,7 +30,19 @@ from tests.single.training import carrying
 from tests.single.training.small import Stateful, X, Y, flags_for
 
 # In the programs below.
-USED = (itertools, np, random, SimpleNamespace, Stateful, AveragedModel, DataLoader, Subset, TensorDataset)
+USED = (
+    argparse,
+    functools,
+    itertools,
+    np,
+    random,
+    SimpleNamespace,
+    Stateful,
+    AveragedModel,
+    DataLoader,
+    Subset,
+    TensorDataset,
+)
 USED += (WeightedRandomSampler, MeanMetric, carrying, copy, os, queue, threading, weakref, ChainMap, WeakKeyDictionary)
 SOURCE = """
 import time
@@ -796,11 +810,35 @@ ORDERS = {  # before the loop, in the first process and in the second one; the n
     "the same, inserted otherwise": ("index = {'cat': 0, 'dog': 1}", "index = {'dog': 1, 'cat': 0}", ""),
     "one more file": ("files = ['a', 'b']", "files = ['c', 'a', 'b']", ""),
 }
+HOLDING = {  # what holds a list of texts, the name of that; none: a line is not needed
+    "held = Buffer()\nheld.rows = NAMES": "held.rows",
+    "held = [{'words': NAMES}]": "held[0]['words']",
+    "held = Centred()\nheld.names = NAMES": "held.names",
+    "carrying.STOP.names = NAMES": "carrying.STOP.names",
+    "loader = DataLoader(X, collate_fn=numbered(NAMES))": "loader.collate_fn.names",
+    "loader = DataLoader(X, collate_fn=functools.partial(numbered(None), NAMES))": "loader.collate_fn.args[0]",
+    "loader = DataLoader(carrying.Words(NAMES))": "loader.dataset.words.names",
+    "held = Stateful(names=['a', 'b', 'c'])\nrun.register(held=held)\nheld.names = NAMES": "",  # as restored
+    "held = argparse.Namespace(names=NAMES)": "",
+    "held = Counted()\nheld.rows = dict.fromkeys(NAMES, 1)": "",
+    "held = set(NAMES)": "",
+}
+ORDERS |= {
+    how: (how.replace("NAMES", "['a', 'b', 'c']"), how.replace("NAMES", "['b', 'a', 'c']"), name)
+    for how, name in HOLDING.items()
+}
+
+
+def numbered(names):
+    def collate(samples):
+        return [samples, names]
+
+    return collate
 
 
 @pytest.mark.parametrize("case", ORDERS)
 def test_names_in_another_order_at_a_resume_are_said(case, tmp_path, capsys):
-    """A dictionary that numbers the elements of a set: other labels in each process, exit code 0."""
+    """A dictionary that numbers the elements of a set, also in a collate_fn: other labels in each process, exit code 0."""
     first, second, name = ORDERS[case]
     for times, before in enumerate((first, first, second, first)):
         trained(tmp_path, nn.Linear(3, 1), before, "", f"step.number == {3 + 3 * times} and run.stop()")
