@@ -70,7 +70,8 @@ class Writer:
         self._busy = self._closed = False
         self._begun_at = 0.0  # when the current write began, or will at once
         self._facts: dict[Path, Facts] = {}  # of files in the directory: `prune` need not read them again
-        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def put(self, facts: Facts, tensors: dict[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> None:
         """Queue a snapshot for writing. The caller must not modify it afterwards. heartbeat: see `flush`.
@@ -104,6 +105,7 @@ class Writer:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
+        self._thread.join(1.0)  # a file system that hangs does not end it
 
     def _wait_until_idle(self, until: float, heartbeat: Callable[[], None]) -> bool:
         """Wait until all snapshots are written, or until this time by time.monotonic. Return whether they are."""

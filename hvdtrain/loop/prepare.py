@@ -1,6 +1,7 @@
 """Makes models and optimizers ready for training: checked, on the device, wrapped by the engine, the same on all ranks."""
 
 import contextlib
+import gc
 import hashlib
 import inspect
 import io
@@ -46,6 +47,8 @@ class Prepared:
     zero_for_missing: a parameter may lack a gradient, which counts as zero.
     """
 
+    runs = 0  # of this process
+
     def __init__(
         self, engine: Engine, models: list[nn.Module], replicas: list[nn.Module],
         optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler,
@@ -69,6 +72,14 @@ class Prepared:
         self._zero_for_missing = zero_for_missing
         # Where ranks have other weights within an epoch: a context in which they have those that all share.
         self.weights_of_all: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        Prepared.runs += 1
+        self.is_crowded = Prepared.runs > 1  # whether models of the run before may still be there
+
+    def make_room(self) -> None:
+        """Free the models of the run before, which is full of circles of objects. Called in the first step: by then, the
+        program's variables are those of this run."""
+        self.is_crowded = False
+        gc.collect()
 
     def require_same_parameters(self) -> None:
         """Raise UserError for a parameter that was added to an optimizer after `prepare`, or taken out of one, or that a

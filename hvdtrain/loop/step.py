@@ -132,9 +132,7 @@ class Step:
         self._outputs: Outputs | None = None  # with several updates per step, and several micro-batches
 
     def __iter__(self) -> Iterator[Any]:
-        raise UserError(
-            "a step is no batch: write `for step in run.steps(data):`, and in it `for x, y in step.batches():`"
-        )
+        raise UserError("a step is no batch: in `for step in run.steps(data):`, write `for x, y in step.batches():`")
 
     @property
     def lr(self) -> float:
@@ -207,6 +205,8 @@ class Step:
         again, rounds, losses, tallies = True, shared.rounds, len(self.losses), self.tallies
         if rounds is not None:
             rounds.begin()
+        if prepared.is_crowded:
+            prepared.make_room()
         while again:
             self._begin_loop(loop, count)
             if rounds is not None:  # as before the round that was computed

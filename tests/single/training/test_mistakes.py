@@ -288,7 +288,7 @@ MISTAKES = {
         dict(after="with run.evaluating(DataLoader(DATA, 8)) as mine:\n            for x, y in DataLoader(DATA, 8): run.record(right=y[:, 0])"),
         r"got 40 values for 0 samples: loop over what `with run.evaluating\(test\) as mine:` gives, `for x, y in mine:`$"),
     "batches out of steps": (dict(in_epoch="for x, y in run.steps(X, Y): pass"),
-        "^a step is no batch: write `for step in run.steps"),
+        "^a step is no batch: in `for step in run.steps"),
     "a list of metrics": (dict(metrics="['loss']"), r"^metrics=\['loss'\]: give it names with directions, such as {"),
     "a model made anew after its optimizer": (
         dict(prepare="network(), torch.optim.SGD(net.parameters(), lr=0.1)"),

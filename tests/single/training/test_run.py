@@ -621,3 +621,25 @@ def test_a_process_keeps_nothing_of_a_training_that_has_ended(flags, kill, tmp_p
     assert gone
     assert [one() for one in gone] == [None] * len(gone)
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"leaving"}
+
+
+def test_the_model_of_the_training_before_is_freed_in_the_first_step():
+    """Before its forward pass: on a GPU there may be no room for both, and the collector comes when it likes."""
+    gone = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            with training.start(flags_for(epochs=1)) as run:
+                net = network()
+                model, optimizer = run.prepare(net, Adam(net.parameters()))
+                for _ in run.epochs(1):
+                    for step in run.steps(X, Y):
+                        for x, y in step.batches():
+                            assert [one() for one in gone] == [None] * len(gone)
+                            step.backward(F.mse_loss(model(x), y))
+                        step.update()
+                    with run.evaluating(N) as part:
+                        run.record(loss=F.mse_loss(model(X[part]), Y[part], reduction="none"))
+            gone += [weakref.ref(net), weakref.ref(optimizer)]
+    finally:
+        gc.enable()
