@@ -14,6 +14,21 @@ from hvdtrain.inputs.inputs import Batch
 from hvdtrain.loop.prepare import Prepared
 
 
+def compare_counts(
+    engine: Engine, items: "Counts | None", averaged: list[list[float]], say: Callable[[str], object]
+) -> None:
+    """Raise UserError on every rank if some give `count`, and some do not; say if means need it. A collective.
+
+    items: of this rank, if it gives it. averaged: what `losses.look_at` has returned of its micro-batches.
+    """
+    from hvdtrain.program.losses import unequal_items
+
+    given = "one" if items is not None and items.given else "none"
+    engine.require_equal("count= of step.backward()", given, "give it on all ranks, or on none")
+    if line := unequal_items(engine.all_gather_object(averaged, "losses")):
+        say(f"warning: {line}")
+
+
 class Counts:
     """The numbers of items given to `step.backward(count=...)` in one step. samples: of the step, over all ranks."""
 

@@ -123,6 +123,7 @@ class Step:
         self._loops = 0  # calls of `batches`
         self._calls = 0  # calls of `backward` for this micro-batch
         self._passes = 0  # backward passes in this loop
+        self._averaged: list[list[float]] = []  # in the first step, of the first loss of each: see `look_at`
         self._reduced: dict[torch.optim.Optimizer, bool] = {}  # not yet applied; False: they are not finite
         self._updated: set[torch.optim.Optimizer] = set()
         self._unscaled: set[torch.optim.Optimizer] = set()  # with --amp fp16: since the last update of the scaler
@@ -293,7 +294,8 @@ class Step:
             from hvdtrain.program.losses import look_at
 
             passes, say = self.micro_batches // len(self._shared.own), None if self._passes else self._shared.say
-            look_at(loss, count is not None, batch.count, passes, self._shared.engine.size, say)
+            own = look_at(loss, count is not None, batch.count, passes, self._shared.engine.size, say)
+            self._averaged += [own] if not self._calls else []
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
         loss = loss.reshape(())
@@ -418,8 +420,9 @@ class Step:
             self._reduced[optimizer] = True
         # Compared in the first step alone: a comparison is a message between all ranks.
         if first:
-            count_given = "one" if self.items is not None and self.items.given else "none"
-            shared.engine.require_equal("count= of step.backward()", count_given, "give it on all ranks, or on none")
+            from hvdtrain.loop.counts import compare_counts
+
+            compare_counts(shared.engine, self.items, self._averaged, shared.say)
         if self.items is not None or self._input.may_leave_out:
             self._divide()
         shared.clock.mark("communication")

@@ -7,7 +7,7 @@ import ast
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ RANKS = re.compile(r"world_size|num_replicas|^(run|hvd|engine)\.size$")
 
 def look_at(
     loss: Tensor, counted: bool, samples: int, passes: int, ranks: int, say: Callable[[str], object] | None
-) -> None:
-    """Look at the first loss of a run, which `step.backward` got. counted: whether it got a count, too. samples: of this
+) -> list[float]:
+    """Look at a loss of the first step, which `step.backward` got. counted: whether it got a count, too. samples: of this
     micro-batch. passes: micro-batches of a rank in a step. say: called with a warning; None: another loss of this step was
-    looked at.
+    looked at. Return the number of samples, and of how many items each of its terms is a mean, for `unequal_items`.
 
     Raises UserError if a GradScaler has multiplied it, or the program has divided it by the number of micro-batches or
     multiplied it by that of the ranks.
@@ -48,6 +48,39 @@ def look_at(
         raise UserError(f"{wrong}: leave that out, gradients are means over all samples of the step")
     if odd and say is not None:
         say(f"warning: {odd}")
+    with contextlib.suppress(Exception):
+        return [] if counted or odd else [samples, *numbers_of_items(loss)]
+    return []
+
+
+def numbers_of_items(loss: Tensor) -> Iterator[float]:
+    """Yield of how many items the terms of a loss are means."""
+    for node, _ in nodes_of_loss(loss, SUM_NODES):
+        kind, inner = type(node).__name__, next(iter(node.next_functions), (None,))[0]
+        if kind == "MeanBackward0":
+            yield node._saved_self_sym_numel
+        elif kind == "DivBackward0" and type(inner).__name__ == "SumBackward0":
+            divisor = 1 / factor_of(node)
+            yield round(divisor) if math.isclose(divisor, round(divisor)) else 1
+        elif getattr(node, "_saved_reduction", None) == MEAN and hasattr(node, "_saved_target"):
+            of_classes = kind.startswith("NllLoss") and node._saved_weight is None
+            yield float(node._saved_total_weight) if of_classes else node._saved_target.numel()
+
+
+def unequal_items(of_ranks: Sequence[Sequence[Sequence[float]]]) -> str:
+    """Return a warning if micro-batches of as many samples are means over unequal numbers of items, such as of triplets that
+    were found in them; else an empty text. of_ranks: of each, what `look_at` has returned of its micro-batches."""
+    of_all = [one for theirs in of_ranks for one in theirs if one]
+    for samples in {one[0] for one in of_all if one[0]}:
+        for items in zip(*(numbers for count, *numbers in of_all if count == samples), strict=False):
+            # A multiple of the samples may be pixels, also where these are as many as the largest picture has.
+            if len(set(items)) > 1 and any(number % samples for number in items):
+                one, other = items[0], next(number for number in items if number != items[0])
+                message = (
+                    f"the loss is a mean over {one:g} items of {samples:g} samples, and {other:g} of as many others"
+                )
+                return f"{message}: give step.backward(loss, count=...) their number"
+    return ""
 
 
 def factor_in_words(loss: Tensor, passes: int, ranks: int) -> str:
@@ -202,6 +235,13 @@ def mask_of(node: Any) -> float:
     return float(mask.sum())
 
 
+def is_by_mask(node: Any) -> bool:
+    """Return whether a node has chosen values by a mask: how many, depends on the data."""
+    indices = getattr(node, "_saved_indices", ())
+    by_index = any(one is not None and one.dtype is torch.bool for one in indices)
+    return by_index or type(node).__name__ == "MaskedSelectBackward0"
+
+
 def items_of(loss: Tensor, samples: int) -> str:
     """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are, or
     each sample may have as many."""
@@ -218,7 +258,7 @@ def items_of(loss: Tensor, samples: int) -> str:
             masked = mask_of(summed) or (items if getattr(summed, "_saved_reduction", MEAN) == SUM else 0.0)
             if masked and math.isclose(items, masked) and round(items) % samples:
                 return f"{items:g} items, of {samples} samples"
-        elif kind == "MeanBackward0" and "Index" in type(node.next_functions[0][0]).__name__:
+        elif kind == "MeanBackward0" and is_by_mask(node.next_functions[0][0]):
             items = node._saved_self_sym_numel
             if items % samples:
                 return f"{items:g} items, of {samples} samples"

@@ -394,6 +394,19 @@ def test_a_metric_that_one_rank_alone_records_is_refused(engine, data):
             evaluate_alone(run)
 
 
+def test_what_a_rank_has_found_alone_is_averaged_unequally(engine, capsys):
+    with a_run(engine, epochs=1) as run:
+        model, _ = run.prepare(net := nn.Linear(3, 1), sgd(net))
+        # Of a rank that has fewer samples than the others, nothing is said.
+        fit(run, [X], lambda step, rows: model(rows)[: 3 + run.rank].relu().mean())
+    said = capsys.readouterr().out
+    told = (
+        "warning: the loss is a mean over 3 items of " in said
+        and "give step.backward(loss, count=...) their number" in said
+    )
+    assert told == (engine.rank == 0 and engine.size > 1)
+
+
 def test_a_rate_of_a_rank_alone_is_the_cause(engine):
     """A scheduler by the loss of each rank: "check that host's memory"."""
     waits = contextlib.nullcontext()

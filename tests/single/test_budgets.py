@@ -78,6 +78,7 @@ BUDGETS = {
     # And what the best epoch leaves for the end, attributes of functions, what a model gathers in an epoch, rates and times.
     # And how a program writes what it records, what freezes nothing.
     # And the order of texts in a collate_fn, in objects and in other modules.
+    # And how a program writes what it records, what freezes nothing, means over what was found.
     "hvdtrain/program": 2600,  # with comments that say why
     "hvdtrain/training": 20,
     "launch": 4810,  # with --virtual-ranks

@@ -21,6 +21,8 @@ SAID = {
     "beside another loss": ("model(x).mean() * 0.1 + F.cross_entropy(model(x), y)", "LABELS", r"\d of 8 labels"),
     "weights of classes": (
         "F.cross_entropy(model(x), y.clamp(0), weight=torch.arange(1.0, 5))", "LABELS", "weights of classes"),
+    "rows by a mask": ("model(x)[:, 0][y].mean()", "MASK", r"\d+ items, of 8 samples"),
+    "values by a mask": ("torch.masked_select(model(x)[:, 0], y).mean()", "MASK", r"\d items, of 8 samples"),
     "a mask": ("(model(x).mean(1) * y).sum() / y.sum()", "MASK", r"\d items, of 8 samples"),
 }  # fmt: skip
 NOT_SAID = {
@@ -60,6 +62,37 @@ def test_a_mean_over_all_values_does_not(case, capsys):
     )
     run(FORM | dict(loss=loss, data=f"X, {labels}", in_batches=beside))
     assert "warning: the loss" not in capsys.readouterr().out
+
+
+FOUND = "(rows := (x[:, 0] > 0).nonzero()[:, 0], e := model(x)) and "  # 3 and 6 of the first two micro-batches
+UNEQUAL = {  # and whether a line names them
+    "triplets that are found": (FOUND + "F.triplet_margin_loss(e[rows], e[rows - 1], e[rows - 2])", True),
+    "labelled ones": (FOUND + "F.cross_entropy(e[rows], y[rows].clamp(0))", True),
+    "beside a loss of all": (
+        FOUND + "F.mse_loss(e, y[:, None].float()) + 0.1 * F.mse_loss(e[rows], e[rows - 1] * 0)",
+        True,
+    ),
+    "a sum by their number": (FOUND + "e[rows, 0].sum() / len(rows)", True),
+    "pairs": ("(e := model(x)) is not None and F.pdist(e)[: len(x) * (len(x) - 1) // 2].relu().mean()", False),
+    "pairs by indices": (
+        "torch.cdist(e := model(x), e)[tuple(torch.triu_indices(len(x), len(x), 1))].relu().mean()",
+        False,
+    ),
+    "drawn rows themselves": ("model(x)[torch.randperm(len(x))[:5]].mean()", False),
+    "rows that are drawn": ("model(x)[torch.randperm(len(x))[:5]].abs().mean()", False),
+    "pictures of several sizes": ("model(x).repeat(1, 1 + step.micro_batch).abs().mean()", False),
+    "a penalty of weights": ("model(x).mean() + 0.1 * model.weight[1:].square().mean()", False),
+    "what the program divides by": ("model(x).square().sum() / (100 + x.abs().sum())", False),
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_means_over_unequal_numbers_are_told(case, capsys):
+    loss, told = UNEQUAL[case]
+    run(FORM | dict(loss=loss, data="X, LABELS"))
+    found = re.findall("warning: the loss (.*)", capsys.readouterr().out)
+    line = r"is a mean over \d+ items of 8 samples, and \d+ of as many others: give step.backward\(loss, count=...\) their "
+    assert [bool(re.match(line, one)) for one in found] == [True] * told
 
 
 def test_a_sum_over_samples_is_to_be_divided(capsys):
