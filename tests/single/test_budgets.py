@@ -79,7 +79,7 @@ BUDGETS = {
     # And how a program writes what it records, what freezes nothing.
     # And the order of texts in a collate_fn, in objects and in other modules.
     # And how a program writes what it records, what freezes nothing, means over what was found.
-    "hvdtrain/program": 2600,  # with comments that say why
+    "hvdtrain/program": 2645,  # with comments that say why
     "hvdtrain/training": 20,
     "launch": 4810,  # with --virtual-ranks
     "tests/*": 540,  # with what writes a checkpoint of several ranks
@@ -94,7 +94,7 @@ BUDGETS = {
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
     "tests/horovod_calls": 550,
     # With rows by the rank, rates of a rank alone.
-    "tests/parallel": 3385,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
+    "tests/parallel": 3400,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
