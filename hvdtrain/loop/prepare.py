@@ -39,6 +39,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+LARGE = 64 * 2**20  # bytes of a run's weights
+
+
 class Prepared:
     """The prepared models and optimizers.
 
@@ -47,7 +50,7 @@ class Prepared:
     zero_for_missing: a parameter may lack a gradient, which counts as zero.
     """
 
-    runs = 0  # of this process
+    bytes_before = 0  # of the weights of the run before in this process
 
     def __init__(
         self, engine: Engine, models: list[nn.Module], replicas: list[nn.Module],
@@ -72,8 +75,9 @@ class Prepared:
         self._zero_for_missing = zero_for_missing
         # Where ranks have other weights within an epoch: a context in which they have those that all share.
         self.weights_of_all: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-        Prepared.runs += 1
-        self.is_crowded = Prepared.runs > 1  # whether models of the run before may still be there
+        # Whether they may still be there. Of small ones, the collector will find enough by itself: a call takes 0.2 s.
+        self.is_crowded = Prepared.bytes_before >= LARGE
+        Prepared.bytes_before = sum(p.numel() * p.element_size() for p in self._names)
 
     def make_room(self) -> None:
         """Free the models of the run before, which is full of circles of objects. Called in the first step: by then, the

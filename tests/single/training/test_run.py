@@ -24,6 +24,7 @@ from hvdtrain.checkpoint import checkpoint
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs import leftovers
 from hvdtrain.inputs.sharding import epoch_order
+from hvdtrain.loop import prepare
 from hvdtrain.output.metric_names import goodness
 from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
@@ -623,8 +624,9 @@ def test_a_process_keeps_nothing_of_a_training_that_has_ended(flags, kill, tmp_p
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"leaving"}
 
 
-def test_the_model_of_the_training_before_is_freed_in_the_first_step():
+def test_the_model_of_the_training_before_is_freed_in_the_first_step(monkeypatch):
     """Before its forward pass: on a GPU there may be no room for both, and the collector comes when it likes."""
+    monkeypatch.setattr(prepare, "LARGE", 41 * 4)  # the weights of the network
     gone = []
     gc.disable()
     try:
