@@ -39,7 +39,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-LARGE = 64 * 2**20  # bytes of a run's weights
+LARGE_BYTES = 64 * 2**20  # bytes of a run's weights
 
 
 class Prepared:
@@ -76,7 +76,7 @@ class Prepared:
         # Where ranks have other weights within an epoch: a context in which they have those that all share.
         self.weights_of_all: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         # Whether they may still be there. Of small ones, the collector will find enough by itself: a call takes 0.2 s.
-        self.is_crowded = Prepared.bytes_before >= LARGE
+        self.is_crowded = Prepared.bytes_before >= LARGE_BYTES
         Prepared.bytes_before = sum(p.numel() * p.element_size() for p in self._names)
 
     def make_room(self) -> None:

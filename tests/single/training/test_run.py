@@ -626,7 +626,7 @@ def test_a_process_keeps_nothing_of_a_training_that_has_ended(flags, kill, tmp_p
 
 def test_the_model_of_the_training_before_is_freed_in_the_first_step(monkeypatch):
     """Before its forward pass: on a GPU there may be no room for both, and the collector comes when it likes."""
-    monkeypatch.setattr(prepare, "LARGE", 41 * 4)  # the weights of the network
+    monkeypatch.setattr(prepare, "LARGE_BYTES", 41 * 4)  # the weights of the network
     gone = []
     gc.disable()
     try:
