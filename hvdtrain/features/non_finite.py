@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hvdtrain.engines import lines
 from hvdtrain.engines.accelerators import Delayed
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.errors import Failure
+from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import prefixes_of_models, uncompiled_name
 from hvdtrain.flags import Flags
 from hvdtrain.loop.feature import Feature
@@ -120,8 +120,11 @@ class NonFinite(Feature):
         """
         if self._scaled and in_a_row <= self.most:
             return
-        if step.items is not None:
-            step.items.require_some()
+        lacking = step.items.lacking() if step.items is not None else ""
+        if lacking and in_a_row > self.most:
+            raise UserError(
+                f"{lacking}, or give --max-skipped, which leaves such steps out", everywhere=self._engine.of_all_ranks
+            )
         self._prepared.raise_where_gradients_are_missing(step.missing)
         culprit = None if all(bool(loss.isfinite()) for loss in step.losses) else "the loss"
         if self._finder is not None:
@@ -131,7 +134,7 @@ class NonFinite(Feature):
         blamed = [f"{self._name_of(rank)}, {what}" for rank, what in zip(ranks, culprits, strict=True) if what]
         sound = "gradients are" if self._finder is not None else "loss is"
         blame = " and ".join(blamed) or f"each rank's {sound} finite, but the mean of their gradients is not"
-        message = f"step {step.number}: gradients are not finite: {blame}"
+        message = lacking or f"step {step.number}: gradients are not finite: {blame}"
         message += f"; {in_a_row} step{'s'[: in_a_row > 1]} in a row, --max-skipped {self.most}"
         if in_a_row > self.most:
             remedy = "" if self._finder is not None else f": {FIND}"

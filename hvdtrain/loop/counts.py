@@ -37,7 +37,7 @@ class Counts:
         # Of each optimizer, `count` by the number of the backward pass in this loop.
         self._counts: dict[torch.optim.Optimizer, dict[int, Tensor | float]] = {}
         self.given = False  # in this loop
-        self.least: Tensor | None = None  # the smallest sum over all ranks, where it is on an accelerator
+        self.least: Tensor | None = None  # the smallest sum over all ranks so far
 
     def begin(self) -> None:
         """Begin a loop over the micro-batches."""
@@ -46,7 +46,7 @@ class Counts:
     def add(self, optimizers: Sequence[torch.optim.Optimizer], number: int, count: Tensor | float) -> float | Tensor:
         """Note the `count` of backward pass `number`. Return the factor for its loss; `divide` divides by the sum later.
         Raises UserError."""
-        # To read a tensor of a GPU waits for all kernels that are queued there. `require_some` checks it later.
+        # To read a tensor of a GPU waits for all kernels that are queued there. `lacking` looks at it later.
         waits = isinstance(count, Tensor) and count.device.type != "cpu"
         if not waits and not 0 <= float(count) < math.inf:
             raise UserError(f"step {self._number}: step.backward(count=...) got {float(count):g}: give it 0 or more")
@@ -75,15 +75,12 @@ class Counts:
             for number, count in enumerate(counts):
                 # Backward passes come rank by rank, as many for each of this process's ranks.
                 own[number * len(own) // len(counts)] += to_device(count, device)  # a tensor, or a number
-            whole = self._of_all(own)
-            self.least = whole if self.least is None else torch.minimum(whole, self.least)
-            return (self._samples / whole).float()  # infinite without items, which `require_some` explains
+            self._note(whole := self._of_all(own))
+            return (self._samples / whole).float()  # infinite without items, which `lacking` explains
         passes = len(counts) // len(self._engine.own)
         items = [sum(map(float, counts[at : at + passes])) for at in range(0, len(counts), passes)]
-        total = float(self._of_all(torch.tensor(items, dtype=torch.float64)))
-        if total <= 0:
-            raise UserError(self._none())
-        return self._samples / total
+        self._note(whole := self._of_all(torch.tensor(items, dtype=torch.float64)))
+        return self._samples / float(whole) if whole > 0 else math.inf
 
     def make_up(self, left_in: int, planned: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Turn the gradients of means over the planned samples into those over the ones that the collate_fn has left in.
@@ -93,19 +90,27 @@ class Counts:
         device = self._engine.device
         numbers = torch.tensor([left_in, planned], dtype=torch.float64).to(device, non_blocking=True)
         left, whole = self._engine.sum(numbers, "samples")
+        if self._engine.of_all_ranks or device.type != "cpu":
+            self._note(left)
         if device.type != "cpu":  # the sums stay there
-            self.least = left
-            # Infinite without samples, which `require_some` explains.
+            # Infinite without samples, which `lacking` explains.
             self._multiply((whole / left).float(), optimizers)
         elif left != whole:
-            if not left and self._engine.of_all_ranks:
-                raise UserError(self._none())
-            self._multiply(float(whole) / float(left) if left else 1.0, optimizers)
+            without = math.inf if self._engine.of_all_ranks else 1.0
+            self._multiply(float(whole) / float(left) if left else without, optimizers)
 
-    def require_some(self) -> None:
-        """Raise UserError if there were no items on all ranks. Reads from an accelerator."""
-        if self.least is not None and float(self.least) <= 0:
-            raise UserError(self._none())
+    def _note(self, number: Tensor) -> None:
+        self.least = number if self.least is None else torch.minimum(number, self.least)
+
+    def lacking(self) -> str:
+        """Return that there were no items on all ranks, so that the gradients are not finite; else an empty text. Reads from
+        an accelerator."""
+        if self.least is None or float(self.least) > 0:
+            return ""
+        step, remedy = f"step {self._number}", "leave such samples out"
+        if not self.given:
+            return f"{step}: the collate_fn left no sample of all ranks: {remedy} of the Dataset"
+        return f"{step}: step.backward(count=...) was 0 or less over all ranks: {remedy}"
 
     def _multiply(self, factor: Tensor | float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -118,12 +123,6 @@ class Counts:
         # their gradients are zero, to be divided by 1.
         total = self._engine.sum_of_ranks(own, "tokens")
         return total if self._engine.of_all_ranks else torch.where(total > 0, total, torch.ones_like(total))
-
-    def _none(self) -> str:
-        step = f"step {self._number}"
-        if not self.given:
-            return f"{step}: the collate_fn left no sample of all ranks: leave such samples out of the Dataset"
-        return f"{step}: step.backward(count=...) was 0 or less over all ranks: leave such samples out"
 
 
 def share_of_samples(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 UPDATE = "call step.update() after the loop over step.batches()"
 EACH = "name the optimizer, step.backward(loss, optimizer), or update all of them at once"
 LEFT = "the loop over step.batches() was left, as by `break`: let it end, and call run.end_epoch() or run.stop() to end more"
+OF_NAN = "; also of a loss that is NaN: --max-skipped N leaves such steps out"
 BACKWARD = "write `for batch in step.batches(): step.backward(loss)`"
 
 
@@ -228,8 +229,7 @@ class Step:
                         raise
                 self._batch = None
                 if not self._calls:
-                    also = "; also of a loss that is NaN: --max-skipped N leaves such steps out"
-                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}{also}")
+                    raise UserError(f"step {self.number}: a micro-batch had no backward pass: {BACKWARD}{OF_NAN}")
                 if number < count - 1:
                     shared.clock.mark("compute")
             if self._outputs is not None:
@@ -247,7 +247,7 @@ class Step:
 
     def _not_ended(self, inside: str) -> UserError:
         """Return what is wrong in a loop over `batches`, or after it was left."""
-        return UserError(f"step {self.number}: {LEFT if self._left else inside}")
+        return UserError(f"step {self.number}: {LEFT + OF_NAN if self._left else inside}")
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, which take turns: see `Rehearsals`."""

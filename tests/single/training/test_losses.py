@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hvdtrain.engines.errors import UserError
 from hvdtrain.program.means import is_percentage
 from hvdtrain.program.own_counts import epochs_of_its_own
 from tests.single.training.small import X
@@ -93,6 +94,22 @@ def test_means_over_unequal_numbers_are_told(case, capsys):
     found = re.findall("warning: the loss (.*)", capsys.readouterr().out)
     line = r"is a mean over \d+ items of 8 samples, and \d+ of as many others: give step.backward\(loss, count=...\) their "
     assert [bool(re.match(line, one)) for one in found] == [True] * told
+
+
+def test_a_step_in_which_nothing_was_found_may_be_skipped(capsys):
+    """It ended the run, and a program cannot know before which samples to leave out."""
+    found = dict(
+        loss=FOUND + "(rows := rows[step.number == 2 :]) is not None and (e[rows] - 1).square().mean()", data="X, LABELS",
+        before=BEFORE.replace("2", "1"), backward="step.backward(loss, count=len(rows) * (step.number != 2))",
+    )  # fmt: skip
+    with pytest.raises(
+        UserError, match=r"^step 2: step.backward\(count=...\) was 0 or less over all .*, or give --max-skipped"
+    ):
+        run(FORM | found)
+    scope = run(FORM | found | dict(at_step="before = [p.detach().clone() for p in net.parameters()]",
+        after_update="assert (step.number == 2) == all(map(torch.equal, before, net.parameters()))"), "--max-skipped", "1")  # fmt: skip
+    assert scope["run"].state.step == 10
+    assert "warning: step 2: step.backward(count=...) was 0 or less over all ranks" in capsys.readouterr().out
 
 
 def test_a_sum_over_samples_is_to_be_divided(capsys):

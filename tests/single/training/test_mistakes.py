@@ -181,7 +181,7 @@ MISTAKES = {
     "a number of each sample": (dict(at_step="step.per_sample(lambda batch: batch[0])"), r"step.per_sample\(\) got a tensor of shape \(8, 3\)"),
     "a batch loop that is left": (
         dict(before="flags.accumulate = 2", in_batches="break"), r"^step 1: the loop over step.batches\(\) was left, as by `break`: let"),
-    "a batch loop of one that is left": (dict(in_batches="break", update=""), r"^step 1: .* left, as by `break`: .*run.end_epoch\(\)"),
+    "a batch loop of one that is left": (dict(in_batches="break", update=""), r"^step 1: .* left, as by `break`: .*run.end_epoch\(\).*; also of a loss that is NaN: --max-skipped N leaves"),
     "a batch loop that is left and begun again": (
         dict(in_batches="break", update="next(step.batches())"), r"^step 1: the loop over step.batches\(\) was left"),
     "one data set that begins anew": (dict(data="X, Y, restart=True"), r"restart=True\) is for several data sets: leave it out"),
