@@ -109,7 +109,7 @@ BUDGETS = {
     # And what two more series found: what the best epoch leaves, what models and metrics gather in an epoch.
     # And requeued jobs, summaries beside a mirror.
     # And sums of shares, means of numpy.
-    # And sums of shares, means of numpy, what freezes nothing, plateaus.
+    # And sums of shares, means of numpy, what freezes nothing, plateaus, steps without items.
     # And the order of texts in a collate_fn, in objects and in other modules.
     "tests/single": 26010,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,

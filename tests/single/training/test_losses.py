@@ -102,13 +102,17 @@ def test_a_step_in_which_nothing_was_found_may_be_skipped(capsys):
         loss=FOUND + "(rows := rows[step.number == 2 :]) is not None and (e[rows] - 1).square().mean()", data="X, LABELS",
         before=BEFORE.replace("2", "1"), backward="step.backward(loss, count=len(rows) * (step.number != 2))",
     )  # fmt: skip
-    with pytest.raises(
-        UserError, match=r"^step 2: step.backward\(count=...\) was 0 or less over all .*, or give --max-skipped"
-    ):
+    refused = (
+        r"^step 2: step.backward\(count=...\) was 0 or less over all ranks: leave .*, or give --max-skipped, which"
+    )
+    with pytest.raises(UserError, match=refused):
         run(FORM | found)
-    scope = run(FORM | found | dict(at_step="before = [p.detach().clone() for p in net.parameters()]",
-        after_update="assert (step.number == 2) == all(map(torch.equal, before, net.parameters()))"), "--max-skipped", "1")  # fmt: skip
-    assert scope["run"].state.step == 10
+    found |= dict(
+        at_step="before = [p.detach().clone() for p in net.parameters()]",
+        after_update="assert (step.number == 2) == all(map(torch.equal, before, net.parameters()))",
+    )
+    scope = run(FORM | found, "--max-skipped", "1")
+    assert scope["run"].state.step == 5 * 2
     assert "warning: step 2: step.backward(count=...) was 0 or less over all ranks" in capsys.readouterr().out
 
 
