@@ -105,9 +105,7 @@ class Carried:
             # A set of texts has another order in each process.
             before = {name: orders.get(name, held) for name, held in self.orders.items()}
             if mixed := [
-                name
-                for name, (has, order) in self.orders.items()
-                if before[name][0] == has and before[name][1] != order
+                name for name, now in self.orders.items() if before[name] != now and before[name][0] == now[0]
             ]:
                 what = f"{named(mixed, self._code)} has another order than when the run began"
                 say(f"warning: {what}: sort what comes from a set or a directory")
@@ -129,8 +127,8 @@ class Carried:
             if tensors and not any(id(one) in saved for one in (value, *held)) and all(
                 any(torch.equal(one, weight) for weight in alike.get(first_values(one), ())) for one in tensors
             ):  # fmt: skip
-                uses = first_uses(self._code, self._offset, name, of=VARIABLES, emptied=True)
-                copies += [name] if "LOAD" in uses or name in self._code.co_cellvars else []
+                used = self._is_loaded(name, emptied=True) or name in self._code.co_cellvars
+                copies += [name] if used else []
         return copies
 
     def end(self) -> None:
@@ -307,13 +305,14 @@ class Carried:
             return True
         setters = tuple(name for name, one in self._functions(kind) if stores(one, attribute) == {"STORE"})
         return any(
-            first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops) == {"STORE"}
+            first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops, emptied=True) == {"STORE"}
             for code, start in [*loops, *(one for code, _ in loops for one in of_batches(code))]
         )
 
-    def _functions(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """Yield the functions of the program and the methods of its classes and of this one, with their names."""
-        classes = {one for one in self._globals.values() if isinstance(one, type) and self._is_own(one)} | {kind}
+    def _functions(self, kind: type, but: type | tuple[()] = ()) -> Iterator[tuple[str, Any]]:
+        """Yield the functions of the program, and the methods of its classes, `but` these, and of this one, with names."""
+        classes = {one for one in self._globals.values() if isinstance(one, type) and self._is_own(one)}
+        classes = {one for one in classes if not issubclass(one, but)} | {kind}
         yield from (pair for held in (self._globals, *map(vars, classes)) for pair in held.items())
 
     def _called(self) -> set[str]:
@@ -333,8 +332,11 @@ class Carried:
         methods = [pair for base in reversed(kind.__mro__) for pair in vars(base).items()]
         data = isinstance(owner, Dataset)
         if data:  # what reading changes has a line of its own
-            functions = [one for one in self._globals.values() if isinstance(one, FunctionType)]
-            called |= {word for one in functions for word in one.__code__.co_names}
+            functions = [
+                *self._globals.values(),
+                *(one for name, one in self._functions(object, but=Dataset) if name in called),
+            ]
+            called |= {word for one in functions if isinstance(one, FunctionType) for word in one.__code__.co_names}
             methods = [(method, one) for method, one in methods if method in called]
             codes = [one.__code__ for _, one in methods if isinstance(one, FunctionType)]
             if attribute not in called and not any(attribute in code.co_names for code in codes):
@@ -395,6 +397,10 @@ class Carried:
         if variable in self._code.co_cellvars or of_class or HOOK in name.split("."):
             return True
         emptied = owner is None or not self._is_own(type(owner))
+        return self._is_loaded(variable, emptied=emptied)
+
+    def _is_loaded(self, variable: str, *, emptied: bool = False) -> bool:
+        """Return whether the loop over the epochs may use a variable before it sets it."""
         return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
 
     def _is_set_by_call(self, function: FunctionType, attribute: str) -> bool:
@@ -446,7 +452,10 @@ class Carried:
             # What these draw with is seeded, and a collate_fn has lines of its own.
             apart |= {id(loader.collate_fn), *(id(one) for one in drawn if is_generator(one))}
         reached = Reached(self._is_own, apart)
-        for name, value in names.items():
+        # What two variables reach has the name of the one that the loop uses.
+        for name, value in sorted(
+            names.items(), key=lambda pair: not self._is_loaded(pair[0].removeprefix(THE_GLOBAL))
+        ):
             followed = not isinstance(value, FunctionType | type) or self._is_own(value)
             if is_plain(value) or (followed and not numbers and not isinstance(value, ModuleType)):
                 with OF_THE_PROGRAM:
@@ -464,12 +473,8 @@ class Carried:
         found, waiting = dict[str, ModuleType](), [self._globals]
         while waiting:
             for value in list(waiting.pop().values()):
-                of = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-                if (
-                    isinstance(of, str)
-                    and self._is_own_module(of)
-                    and of not in (*found, self._globals.get("__name__"))
-                ):
+                of: Any = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+                if self._is_own_module(of) and of not in (*found, self._globals.get("__name__")):
                     found[of] = sys.modules[of]
                     waiting.append(vars(found[of]))
         return {name.rpartition(".")[2]: module for name, module in found.items()}

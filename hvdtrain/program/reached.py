@@ -42,7 +42,8 @@ COLLECTIONS = (list, tuple, set, frozenset, deque, UserList, *HAVE_KEYS)
 MOST_TYPES = 10_000  # of which is kept what they are: the answers of `isinstance` take longest, as many are abstract
 UNFOLLOWED = {int, float, bool, str, bytes, type(None)}  # most parts of collections
 PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
-PARTS_OF_DATA = ("dataset", "datasets", "transform", "transforms", "target_transform")  # torch's and torchvision's
+# Of torch and torchvision.
+PARTS_OF_DATA = ("dataset", "datasets", "tensors", "transform", "transforms", "target_transform")
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
 # Flags are compared, in whatever order they stand.
 UNORDERED = (FunctionType, type, ModuleType, argparse.Namespace, Tensor, torch.optim.Optimizer, LRScheduler)

@@ -29,13 +29,16 @@ def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
 
 
 def is_emptied(following: list[dis.Instruction]) -> bool:
-    """Return whether these instructions, after a value is loaded, set all that is in it: `value.clear()`, `value[:] = 0`."""
+    """Return whether these instructions, after a value is loaded, set all that is in it: `value.clear()`, `value[:] = 0`;
+    or all of a part: `value[0][:] = 0`."""
+    if len(following) > 2 and (following[1].opname == "BINARY_SUBSCR" or following[1].argrepr == "[]"):
+        following = following[2:]
     if following and following[0].argval in EMPTYING:
         return following[0].opname.startswith("LOAD")
     whole = [repr(one.argval) for one in following[:2]]
     if whole[0] in ("Ellipsis", "slice(None, None, None)") and following[1].opname == "STORE_SUBSCR":
         return True
-    return whole == ["None", "None"] and following[-1].opname in ("STORE_SUBSCR", "STORE_SLICE")
+    return whole == ["None", "None"] and any(one.opname in ("STORE_SUBSCR", "STORE_SLICE") for one in following[2:4])
 
 
 @functools.cache
@@ -68,7 +71,7 @@ def first_uses(
         uses += ["LOAD"] if inner and name in inner.co_names else []
         if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
             uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []
-        if uses == ["LOAD"] and emptied and is_emptied(lines[place + 1 : place + 5]):
+        if uses == ["LOAD"] and emptied and is_emptied(lines[place + 1 : place + 7]):
             uses = ["STORE"]
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")

@@ -286,6 +286,16 @@ class Rows(Dataset):
         return X[place], Y[place]
 
 
+class Labelling:
+    """Keeps a data set in an attribute, and writes into it."""
+
+    def __init__(self, rows):
+        self.rows, self.loader = rows, DataLoader(rows, 8)
+
+    def mark(self, value):
+        self.rows.order[1] = (int(value),)
+
+
 class Monitor:
     def __init__(self):
         self.last_loss = self.last_note = None
@@ -354,6 +364,7 @@ WEIGHTED = (
     "loader = DataLoader(TensorDataset(X, Y), 8, sampler=WeightedRandomSampler(torch.ones(40), 40))\ndata = (loader,)"
 )
 ROWS = "rows = Rows()\nloader = DataLoader(rows, 8)\ndata = (loader,)"
+LABELLED = "loader = DataLoader(TensorDataset(X, Y.clone()), 8)\ndata = (loader,)"
 LOST = {  # by what the line names: before the loop, at the head of an epoch, after a step, at the end of an epoch
     "best": ("best, bad = 9.0, 0", "", "", "if value < best:\n    best, bad = value, 0\nelse:\n    bad += 1"),
     "best, bad": ("best, bad = None, 0", "", "", "bad += 1\nif best is None or value < best:\n    best = value"),
@@ -373,6 +384,14 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "rows.order": (ROWS, "rows.shuffle()", "", ""),
     "loader.dataset.order": (ROWS + "\ndel rows", "random.shuffle(loader.dataset.order)", "", ""),
     "pairs": ("pairs = list(zip(X, Y))\ndata = (DataLoader(pairs, 8),)", "random.shuffle(pairs)", "", ""),
+    "loader.dataset.order ": (ROWS, "loader.dataset.shuffle()", "", ""),  # which the loop has by this name alone
+    "loader.dataset.tensors": (LABELLED, "", "loader.dataset.tensors[1].sub_(0.1)", ""),
+    "labelling.rows.order": (
+        "labelling = Labelling(Rows())\ndata = (labelling.loader,)",
+        "",
+        "labelling.mark(value)",
+        "",
+    ),
     "the global bad": ("", "", "", "worse()"),
     "Counted.BAD": ("", "", "", "Counted.check(value)"),
     "loader.sampler.weights": (WEIGHTED, "", "", "loader.sampler.weights = 1.0 + torch.rand(40).double()"),
@@ -415,9 +434,9 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "norms": ("norms = WeakKeyDictionary()", "", "norms[net] = norms.get(net, 0.0) + value", ""),
     "replay": ("replay = queue.Queue()", "", "replay.put(value)", ""),
     "net.weight.scale": ("net.weight.scale = 1.0", "", "net.weight.scale *= 0.9", ""),
-    "net.weight.hook.held": ("net.weight.register_hook(averaging())", "", "", ""),
+    "model.weight.hook.held": ("net.weight.register_hook(averaging())", "", "", ""),
     "hooked.best": ("hooked = Hooked()", "", "hooked(None, None, y)", ""),
-    "net.hook.best": ("net.register_forward_hook(Hooked())", "", "", ""),
+    "model.hook.best": ("net.register_forward_hook(Hooked())", "", "", ""),
     "beside.best": ("beside = Beside()", "", "beside.best = min(beside.best, value)", ""),
     "scaler._growth_tracker": ("scaler = torch.amp.GradScaler('cpu')", "", "scaler._growth_tracker = step.number", ""),
     "calls[0].last_loss": ("calls = [Shown()]", "", "for call in calls:\n    call(value)", ""),
@@ -451,6 +470,9 @@ KEPT = {
     "decay": ("average = Average()", "average.set_decay(0.5 if epoch else 0.2)", "", ""),
     "centred": ("centred = Centred()", "", "centred(y)", ""),
     "rows": (ROWS, "rows.set_epoch(epoch)", "", ""),
+    "rows.marks": (ROWS, "rows.marks[:] = epoch", "", ""),
+    "tensors": (LABELLED, "loader.dataset.tensors[1][:] = Y * epoch", "", ""),
+    "labels": (LABELLED, "print(loader.dataset.tensors[1].sum())", "", ""),
     "text": ("name = 'none'", "name = f'epoch {epoch}'", "print(name)", ""),
     "odd": ("odd = Odd()", "", "", ""),
     "served": ("", "", "status.update(loss=value)", ""),
