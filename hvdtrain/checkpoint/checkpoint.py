@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.models.weights import MOST_HEADER_BYTES, MOST_TENSORS, refuse_large_header
+from hvdtrain.engines.portable import bytes_of
+from hvdtrain.models.weights import MOST_HEADER_BYTES, MOST_TENSORS, refuse_large_header, write_tensors
 from hvdtrain.output.metric_names import best_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def checkpoint_digest(facts: str, tensors: Mapping[str, Tensor]) -> str:
     # Sorted, because a file of safetensors does not keep the order of its tensors.
     for name, tensor in sorted(tensors.items()):
         total.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(bytes_of(tensor).numpy().data)
     return total.hexdigest()
 
 
@@ -58,16 +58,14 @@ def write_checkpoint(path: Path, facts: Facts, tensors: Mapping[str, Tensor], lo
     The data are synced to the disk before the file is renamed to `path`, and the directory before this returns, so this also
     holds after a power failure. lock: on the directory above. If that has been moved, nothing is written.
     """
-    import safetensors.torch
-
     text = json.dumps(facts)
-    data = safetensors.torch.save(dict(tensors), {"facts": text, "sha256": checkpoint_digest(text, tensors)})
+    metadata = {"facts": text, "sha256": checkpoint_digest(text, tensors)}
     # A directory that was moved may have another run under its old name.
     if lock is not None:
         lock.require_in_place()
     files.make_directory(path.parent)
     with atomic.replacing(path, "wb", sync=True) as file:
-        file.write(data)
+        write_tensors(file, tensors, metadata)
         if lock is not None:
             lock.require_in_place()  # also while it was written, which may take long
 

@@ -17,6 +17,7 @@ from hvdtrain.loop.evaluation import Evaluation
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.state import Length, Stage
 from hvdtrain.loop.step import Step
+from hvdtrain.models.weights import write_tensors
 
 RESULT_NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
 Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
@@ -94,10 +95,8 @@ def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor])
     Failure."""
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import save
-
-            whole = {"index": indices, **values}
-            atomic.write_atomically(path, save({name: value.contiguous() for name, value in whole.items()}), sync=False)
+            with atomic.replacing(path, "wb") as file:
+                write_tensors(file, {"index": indices, **values})
             return
         flat = {name: value.reshape(len(value), -1) for name, value in values.items()}
         head = [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, uncompiled_name
+from hvdtrain.models.weights import write_tensors
 
 WEIGHTS = (".safetensors", ".pt")
 PROGRAMS = (".pt2", ".onnx")
@@ -39,21 +40,20 @@ def write_export(kind: str, model: nn.Module, example: Sequence[Tensor], path: P
 
 def write_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a state_dict. Raises UserError or Failure if that fails."""
-    whole = {
-        name: value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-    if path.suffix == ".safetensors":
-        for name, value in whole.items():
-            if is_extra(name, value) and not isinstance(value, Tensor):
-                raise UserError(f"{path}: {name} is a {type(value).__name__}, and no tensor: export a .pt file")
-        from safetensors.torch import save
-
-        content: bytes | memoryview = save(whole)
-    else:
-        content = export_bytes(lambda to: torch.save(whole, to))
     try:
-        atomic.write_atomically(path, content, sync=False)
+        if path.suffix == ".safetensors":
+            for name, value in state.items():
+                if is_extra(name, value) and not isinstance(value, Tensor):
+                    raise UserError(f"{path}: {name} is a {type(value).__name__}, and no tensor: export a .pt file")
+            with atomic.replacing(path, "wb") as file:
+                write_tensors(file, state)
+        else:
+            # Cloned, else a part of a tensor would be written with all of it.
+            whole = {
+                name: value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+            atomic.write_atomically(path, export_bytes(lambda to: torch.save(whole, to)), sync=False)
     except OSError as error:
         raise files.unwritten(path, error) from error
 

@@ -1,22 +1,25 @@
-"""Initial weights from a file; and checks of such files, before they are opened, and whether they match a model.
+"""Initial weights from a file; checks of such files, before they are opened, and whether they match a model; writing them.
 
 Nothing in a file is executed.
 """
 
 import contextlib
+import functools
 import itertools
+import json
 import re
 import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra
+from hvdtrain.engines.portable import bytes_of
 
 MOST_HEADER_BYTES = 2**26
 MOST_TENSORS = 100_000
@@ -27,6 +30,36 @@ OTHER_FORMATS = {
     b'{"': "JSON",
 }
 STRING_OR_OBJECT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\{', re.DOTALL)
+
+
+@functools.cache
+def type_in_file(dtype: torch.dtype) -> str:
+    """Return the name that safetensors has for a type. Raises KeyError or ValueError if it has none."""
+    from safetensors.torch import save
+
+    name: str = json.loads(save({"it": torch.empty(0, dtype=dtype)})[8:])["it"]["dtype"]
+    return name
+
+
+def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file of safetensors. Raises OSError, and KeyError or ValueError for what such a file cannot hold.
+
+    The library's `save` copies all tensors twice, and holds the lock of the interpreter meanwhile: in a background thread,
+    it stops training. Source of the format: the README of safetensors, "Format".
+    """
+    # Those with the largest elements come first, so that each is aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    place = 0
+    for name, tensor in ordered:
+        end = place + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": type_in_file(tensor.dtype), "shape": [*tensor.shape], "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        file.write(bytes_of(tensor).numpy().data)
 
 
 def require_file(path: Path) -> None:

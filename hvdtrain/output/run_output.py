@@ -19,6 +19,7 @@ from torch import nn
 
 from hvdtrain.engines import atomic, files, lines
 from hvdtrain.engines.base import Engine, Setting
+from hvdtrain.engines.portable import bytes_of
 from hvdtrain.launching import processes
 from hvdtrain.output import records
 from hvdtrain.output.clock import Window
@@ -201,7 +202,7 @@ def parameters_sha256(*models: nn.Module) -> str:
     """Return the SHA-256 of the parameters' bytes, model by model, in `state_dict` order, without buffers."""
     digest = hashlib.sha256()
     for parameter in (parameter for model in models for parameter in model.parameters()):
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(parameter).numpy().data)
     return digest.hexdigest()
 
 

@@ -10,8 +10,10 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import safetensors
 import torch
 
 from hvdtrain.checkpoint import checkpoint, contents, verify
@@ -20,8 +22,10 @@ from hvdtrain.checkpoint.writer import LEAST_SECONDS, MOST_BACKOFF, CheckpointIn
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.lock import Lock
+from hvdtrain.engines.portable import bytes_of
 from hvdtrain.features import replicas
 from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.models import weights
 from hvdtrain.output import metric_names
 from tests.facts import sound_facts
 from tests.single.training.small import Trained
@@ -61,6 +65,45 @@ def test_what_is_written_comes_back(tmp_path):
         assert tensors[name].dtype == tensor.dtype
         assert torch.equal(tensors[name], tensor)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+TYPES = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "complex64"]
+TYPES += ["int64", "int32", "int16", "uint16", "uint8", "bool"]
+
+
+def test_tensors_are_written_as_safetensors_reads_them(tmp_path):
+    """Each begins at a multiple of its element's size, so that it can be mapped into memory."""
+    types = [kind for name in TYPES if contents.is_stored(kind := getattr(torch, name))]
+    tensors = {f"{kind} [{n}]": torch.arange(n).to(kind) for kind in types for n in (0, 1, 3)}
+    tensors |= {
+        '\u00e9 "{': torch.tensor(2.5),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "none": torch.ones(2, 0),
+    }
+    tensors["conjugate"] = torch.tensor([1 + 2j]).conj()
+    with (tmp_path / "x").open("wb") as file:
+        weights.write_tensors(file, tensors, {"facts": "{}"})
+    with safetensors.safe_open(tmp_path / "x", framework="pt") as file:
+        assert file.metadata() == {"facts": "{}"}
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            read = file.get_tensor(name)
+            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(bytes_of(read), bytes_of(tensor))
+    content = (tmp_path / "x").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    first = len(content) - max(place["data_offsets"][1] for name, place in header.items() if name != "__metadata__")
+    assert all((first + header[name]["data_offsets"][0]) % one.element_size() == 0 for name, one in tensors.items())
+
+
+def test_tensors_are_written_from_the_memory_that_they_are_in():
+    """A copy would take the memory of another checkpoint, and hold the lock of the interpreter: training would stop."""
+    written = []
+    tensors = {"a": torch.ones(1000), "b": torch.ones(10, 10, dtype=torch.float64)}
+    weights.write_tensors(
+        SimpleNamespace(write=lambda part: written.append(torch.frombuffer(part, dtype=torch.uint8))), tensors
+    )
+    assert {part.data_ptr() for part in written[1:]} == {tensor.data_ptr() for tensor in tensors.values()}
 
 
 def test_every_truncation_is_refused(sound, tmp_path):
