@@ -29,6 +29,7 @@ from hvdtrain.program.reached import (
     GeneratorMark,
     Reached,
     Reading,
+    differences_of,
     first_values,
     is_plain,
     orders_of,
@@ -101,15 +102,10 @@ class Carried:
             self._began = set(self._marks())
             # A penalty that holds the weights near the first ones would hold them near the restored ones.
             names = {name.removeprefix(THE_GLOBAL): value for name, value in self._names().items()}
-            self.orders = orders_of(Reached(self._is_own, {id(one) for one in self._saved.values()}).collections(names))
-            # A set of texts has another order in each process.
-            before = {name: orders.get(name, held) for name, held in self.orders.items()}
-            if mixed := [
-                name for name, now in self.orders.items() if before[name] != now and before[name][0] == now[0]
-            ]:
-                what = f"{named(mixed, self._code)} has another order than when the run began"
-                say(f"warning: {what}: sort what comes from a set or a directory")
-            self.orders = before
+            now = orders_of(Reached(self._is_own, {id(one) for one in self._saved.values()}).collections(names))
+            self.orders = {name: orders.get(name, held) for name, held in now.items()}
+            for others, what in differences_of(self.orders, now):
+                say(f"warning: {named(others, self._code)} {what}")
             if copies := self._copies(restored):
                 what = f"{named(copies, self._code)} has what was restored, and not what the run began with"
                 say(f"warning: {what}: copy it before run.prepare(), or give the copy to run.register")

@@ -51,6 +51,7 @@ FEW = 20  # parts of a collection that are followed
 MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 RESULT = "<the result of a forward pass>"  # the mark of a tensor
+SETTING = "a setting"  # in place of a hash of what a collection has
 HOOK = "hook"  # in the path of a function that is hooked in
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
@@ -158,9 +159,13 @@ def read_so_far(iterator: Any, depth: int = 0) -> object:
 
 
 def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order."""
+    """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order. Of
+    losses of torch, each of their settings."""
     found = dict[str, list[str]]()
     for name, value in names.items():
+        if isinstance(value, nn.modules.loss._Loss):
+            settings = attributes_of(value).items()
+            found |= {f"{name}.{setting}": [SETTING, repr(one)] for setting, one in settings if is_plain(one)}
         if not isinstance(value, dict | list | tuple) or not 1 < len(value) <= MOST_NAMES:
             continue
         if any(type(one) is not str for one in value):
@@ -173,6 +178,17 @@ def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
             continue
         found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
     return found
+
+
+def differences_of(began: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> Iterator[tuple[list[str], str]]:
+    """Yield what differs in two answers of `orders_of` for the same names: names, and the rest of a line."""
+    other = [name for name, held in now.items() if held != began[name] and held[0] == began[name][0]]
+    if mixed := [name for name in other if now[name][0] != SETTING]:
+        # A set of texts has another order in each process.
+        yield mixed, "has another order than when the run began: sort what comes from a set or a directory"
+    for name in [name for name in other if name not in mixed][:1]:
+        what = f"is {now[name][1]}, and was {began[name][1]} when the run began"
+        yield [name], f"{what}: give the same, or another --output-dir"
 
 
 def first_values(tensor: Tensor) -> object:
@@ -233,6 +249,7 @@ class Reached:
             pairs = attributes_of(value).items()
             held = [(f".{name}", one) for name, one in pairs if type(one).__module__ not in ("__main__", "builtins")]
         elif isinstance(value, nn.Module):
+            yield path, value
             layers = [pair for pair in value.named_modules() if self._is_own(type(pair[1]))]
             held = [
                 (f".{at}.{name}".replace("..", "."), x) for at, one in layers for name, x in attributes_of(one).items()

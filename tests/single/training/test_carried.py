@@ -851,6 +851,31 @@ ORDERS |= {
 }
 
 
+LOSSES = {  # before the loop; what is said of a setting that a resumed run has otherwise
+    "loss = nn.HuberLoss(delta=SETTING)": "loss.delta",
+    "held = Buffer()\nheld.loss = nn.CrossEntropyLoss(label_smoothing=SETTING)": "held.loss.label_smoothing",
+    "losses = {'one': nn.SmoothL1Loss(beta=SETTING)}": "losses['one'].beta",
+    "loss = nn.HuberLoss()\nloss.extra = {'number': SETTING}": "",
+    "layer = nn.Dropout(SETTING)": "",  # not of the model
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_another_setting_of_a_loss_at_a_resume_is_said(case, tmp_path, capsys):
+    """Of a loss that is no part of the model, it was not compared: other weights, exit code 0."""
+    for times, setting in enumerate(("0.5", "0.5", "0.25", "0.5")):
+        trained(
+            tmp_path,
+            nn.Linear(3, 1),
+            case.replace("SETTING", setting),
+            "",
+            f"step.number == {3 + 3 * times} and run.stop()",
+        )
+        said = " of main() is 0.25, and was 0.5 when the run began: give the same, or another --output-dir"
+        lines = [line for line in capsys.readouterr().out.splitlines() if "when the run began" in line]
+        assert lines == [f"warning: {LOSSES[case]}{said}"] * (times == 2 and LOSSES[case] != "")
+
+
 def numbered(names):
     def collate(samples):
         return [samples, names]
