@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.engines import portable
 from hvdtrain.engines.accelerators import module_of
-from hvdtrain.engines.collectives import load_exactly
+from hvdtrain.engines.collectives import load_exactly, require_as_of_torch
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import is_extra, named_parameters, uncompiled_name
 from hvdtrain.engines.portable import TENSOR, NotStored, difference_of_values, from_json, require_no_meta, to_json
@@ -103,15 +103,6 @@ def collect(
         tensors,
         states,
     )
-
-
-def require_as_of_torch(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Raise UserError for a state_dict of an optimizer that is not like those of torch."""
-    if not isinstance(state, dict) or not state.keys() >= {"state", "param_groups"}:
-        remedy = "give run.prepare() each optimizer in it, or let its state_dict() have these"
-        raise UserError(
-            f"the state_dict of {type(optimizer).__name__} has no 'state' and 'param_groups', as torch's: {remedy}"
-        )
 
 
 def require_packable(optimizers: Sequence[torch.optim.Optimizer], registered: Mapping[str, Any]) -> None:

@@ -225,6 +225,7 @@ class Collectives(ABC):
             sent.append(tensor)
             return len(sent) - 1
 
+        require_as_of_torch(optimizer, local)
         settings = [
             {name: value for name, value in group.items() if name != "params"} for group in local["param_groups"]
         ]
@@ -296,12 +297,30 @@ def lay_state_as_weights(optimizer: torch.optim.Optimizer) -> None:
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
+def require_as_of_torch(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Raise UserError for a state_dict of an optimizer that is not like those of torch, as of some that hold another one."""
+    what, parts = f"the state_dict of {type(optimizer).__name__}", {"state", "param_groups"}
+    if not isinstance(state, dict) or not state.keys() >= parts:
+        remedy = "give run.prepare() each optimizer in it, or let its state_dict() have these"
+        raise UserError(f"{what} has no 'state' and 'param_groups', as torch's: {remedy}")
+    if more := [name for name in state if name not in parts]:
+        remedy = "keep that in its state, state[parameter], or in param_groups"
+        raise UserError(f"{what} has {more[0]!r} beside 'state' and 'param_groups', which is not restored: {remedy}")
+
+
 def load_exactly(optimizer: torch.optim.Optimizer, held: dict[str, Any]) -> None:
     """Load a state_dict as it was, also where torch would convert it."""
     # torch makes text, arrays and namedtuples anew of their parts,
     # wrongly: they are left out here, and put back by `_as_held`.
     state = {number: _without_text(values) for number, values in held["state"].items()}
+    before = list(optimizer.param_groups)
     optimizer.load_state_dict(held | {"state": state})
+    # torch makes other dictionaries of settings. An optimizer in this one may have those of before, too.
+    for number, (group, loaded) in enumerate(zip(before, optimizer.param_groups, strict=False)):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+            optimizer.param_groups[number] = group
     # torch has converted the rest to the type of the weights.
     # Of float16, integers or bool, the next step would differ, or fail.
     for number, values in optimizer.state_dict()["state"].items():

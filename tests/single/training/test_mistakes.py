@@ -235,6 +235,10 @@ MISTAKES = {
         dict(before="class Both(torch.optim.SGD):\n    def state_dict(self): return {'first': {}}",
              prepare="net, Both(net.parameters(), lr=0.1)", in_epoch="1 / 0"),
         "^the state_dict of Both has no 'state' and 'param_groups', as torch's: give run.prepare"),
+    "an optimizer with slow weights of its own": (
+        dict(before="class Slow(torch.optim.SGD):\n    def state_dict(self): return super().state_dict() | {'slow': {}}",
+             prepare="net, Slow(net.parameters(), lr=0.1)", in_epoch="1 / 0"),
+        "^the state_dict of Slow has 'slow' beside 'state' and 'param_groups', which is not restored: keep that in its state"),
     "an optimizer with a function in its groups": (
         dict(prepare="net, torch.optim.SGD([{'params': net.parameters(), 'rate_of': print}], lr=0.1)", in_epoch="1 / 0"),
         r"^the state of SGD holds a builtin_function_or_method at .*, which a checkpoint cannot store: keep to numbers"),

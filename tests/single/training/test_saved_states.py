@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import decimal
+from collections import defaultdict
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from hvdtrain import training
+from hvdtrain.engines.collectives import load_exactly
 from hvdtrain.engines.errors import UserError
 from tests.single.training.small import Killed, N, Trained, X, Y, flags_for, killed, resumed, train
 
@@ -440,3 +442,13 @@ def test_a_run_goes_on_whatever_its_flags_and_data_are(value, tmp_path):
             model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
             lines.append(len(train(run, model)))
     assert lines == [5, 0]
+
+
+def test_an_optimizer_in_another_takes_its_rates_after_a_load():
+    """As in lookahead_pytorch, which shares the groups: of all ranks but the first, they were other dictionaries."""
+    inner = torch.optim.Adam(nn.Linear(3, 1).parameters())
+    outer = torch.optim.SGD([torch.zeros(1)])
+    outer.param_groups, outer.state = inner.param_groups, defaultdict(dict)
+    load_exactly(outer, outer.state_dict())
+    outer.param_groups[0]["lr"] = 0.5
+    assert inner.param_groups[0]["lr"] == 0.5
