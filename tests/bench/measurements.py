@@ -269,6 +269,43 @@ def guards(setting: Setting) -> dict[str, float]:
     return {name: parts[name] / parts["step"] for name in ("checkpoints", "guards")}
 
 
+def writing(setting: Setting) -> dict[str, float]:
+    """400 MB of tensors are written in a thread, by ours and by the library: time, memory, pauses of the main thread."""
+    script = """
+import json, os, resource, sys, threading, time
+import torch
+from safetensors.torch import save
+from hvdtrain.models.weights import write_tensors
+side, path = sys.argv[1:]
+tensors = {f"{number}": torch.ones(6_250_000) for number in range(16)}
+before, done, pause = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, [], 0.0
+def write():
+    began = time.perf_counter()
+    with open(path, "wb") as file:
+        write_tensors(file, tensors) if side == "ours" else file.write(save(tensors))
+        os.fsync(file.fileno())
+    done.append(time.perf_counter() - began)
+thread = threading.Thread(target=write)
+thread.start()
+last = time.perf_counter()
+while not done:
+    time.sleep(0.001)
+    pause, last = max(pause, time.perf_counter() - last), time.perf_counter()
+print(json.dumps([done[0], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 400e3, pause]))
+"""
+
+    def measure(side: str) -> list[float]:
+        log = setting.scratch / f"{side}.log"
+        job([sys.executable, "-c", script, side, str(setting.scratch / side)], log)
+        seconds: list[float] = json.loads(log.read_text().splitlines()[-1])
+        return seconds
+
+    found = once(("ours", "library"), measure)
+    print(f"    seconds, share of memory, pause: {found}", flush=True)
+    (time_ours, memory, pause), (time_theirs, *_) = found["ours"], found["library"]
+    return {"write-time": time_ours / time_theirs, "write-memory": memory, "write-pause": 1000 * pause}
+
+
 # ------------------------------------------------------------------------------------------------------ between two hosts
 
 

@@ -20,6 +20,7 @@ from tests.bench.measurements import (
     start_up,
     throughput,
     wire,
+    writing,
 )
 from tests.bench.peers import whole
 from tests.bench.waits import command, waits
@@ -171,6 +172,11 @@ def of_training() -> tuple[Group, ...]:
             Row("checkpoints", f"{share} a checkpoint every 50 steps", "≤ 0.01", ""),
             Row("guards", f"{share} all guards", "≤ 0.01", "a sum of each gradient"),
         )),
+        Group("writing", writing, (
+            Row("write-time", "400 MB of tensors are written: time over that of safetensors' `save`", "≤ 1", "the disk"),
+            Row("write-memory", "the same: memory that it takes, as a share of the tensors", "≤ 0.05", ""),
+            Row("write-pause", "the same: the longest pause of another thread, in ms", "≤ 50", "who else has the cores"),
+        )),
         *(
             Group(f"waits-{launcher}", waits(launcher), tuple(
                 Row(f"{key}-{launcher}", f"{ranks}: {what}, over a bare script", "≤ 1.1", "")
@@ -208,6 +214,7 @@ SHOWN = {
     "command": ("time to the first line of `hvdtrain mnist`", "`python -m hvdtrain.mnist`"),
     "checkpoints": ("share of a checkpoint every 50 steps", "all of the time"),
     "guards": ("share of all that notices faults", "all of the time"),
+    "write-time": ("time to write a checkpoint", "safetensors' `save`"),
 }
 
 
