@@ -48,7 +48,7 @@ MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
 # Flags are compared, in whatever order they stand.
 UNORDERED = (FunctionType, type, ModuleType, argparse.Namespace, Tensor, torch.optim.Optimizer, LRScheduler)
 FEW = 20  # parts of a collection that are followed
-MOST_BYTES = 2**16  # of an array: the first ones, which a shuffle changes, too
+MOST_BYTES = 2**20  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 RESULT = "<the result of a forward pass>"  # the mark of a tensor
 SETTING = "a setting"  # in place of a hash of what a collection has
@@ -323,6 +323,8 @@ class Reached:
             self.leaves[path] = Reading(repr(value), owner)
         elif isinstance(value, ContextVar):
             yield "", value.get(None)
+        elif isinstance(value, queue.SimpleQueue):  # what is in it cannot be read
+            self.leaves[path] = Reading(value.qsize(), owner)
         elif isinstance(value, queue.Queue):
             yield "", value.queue
         elif is_generator(value):

@@ -134,22 +134,51 @@ def is_fixed(node: ast.AST, names: set[str], attributes: Set[str]) -> bool:
 
 
 def only_sets_keys(code: CodeType, name: str, value: object) -> bool:
-    """Return whether the function of this code sets each key of a dictionary anew, and does no more with it, and whoever
-    reads it is not called, as a server of what is going on."""
+    """Return whether the function of this code, or a thread of the program, sets each key of a dictionary anew, and whoever
+    else reads it is a thread or is not called, as a server of what is going on."""
     tree = tree_of(code.co_filename)
     node = None if tree is None else node_of(code, tree)
     if tree is None or node is None or node is tree or not isinstance(value, dict):
         return False
-    keys, known = set[object](), set[int]()
-    for held, some in (keys_set(one, name) for one in statements_in(node)):
-        known.add(id(held))
-        keys.update(some)
-    if keys != set(value) or any(is_use(one, name) and id(one) not in known for one in ast.walk(node)):
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and (one is node or uses(one, name))]
+    inside = {id(one) for function in functions for one in ast.walk(function)}
+    keys, threads = dict[str, set[object]](), threads_of(tree)
+    for function in functions:
+        if function is not node and function.name not in threads:
+            if uses(tree, function.name):
+                return False
+            continue
+        found = [keys_set(one, name) for one in statements_in(function)]
+        known = {id(held) for held, _ in found if held is not None}
+        own = keys[function.name] = {key for _, some in found for key in some}
+        parts = [one for one in ast.walk(function) if not known & {id(one), id(getattr(one, "value", None))}]
+        if any(is_use(one, name) if own else is_changed(one, name) for one in parts):
+            return False
+    if any(is_use(one, name) and id(one) not in inside for one in ast.walk(tree)):
         return False
-    others = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one is not node and uses(one, name)]
-    in_functions = {id(one) for function in (*others, node) for one in ast.walk(function)}
-    outside = any(is_use(one, name) and id(one) not in in_functions for one in ast.walk(tree))
-    return not outside and not any(uses(tree, function.name) for function in others)
+    readers = [one for one in functions if not keys.get(one.name, True)]  # of what others set
+    return set[object]().union(*keys.values()) == set(value) and (node not in readers or len(keys) > 1)
+
+
+def threads_of(tree: ast.AST) -> set[str]:
+    """Return the names of functions that the program uses as the target of a thread alone."""
+    targets = {
+        word.value.id: id(word.value)
+        for one in ast.walk(tree)
+        if called(one) in ("Thread", "Timer")
+        for word in getattr(one, "keywords", ())
+        if word.arg in ("target", "function") and isinstance(word.value, ast.Name)
+    }
+    return {
+        name for name, at in targets.items() if not any(is_use(one, name) and id(one) != at for one in ast.walk(tree))
+    }
+
+
+def is_changed(node: ast.AST, name: str) -> bool:
+    """Return whether a node changes a part of a collection of this name."""
+    if isinstance(node, ast.Subscript):
+        return not isinstance(node.ctx, ast.Load) and is_use(node.value, name)
+    return isinstance(node, ast.Attribute) and node.attr in CHANGING and is_use(node.value, name)
 
 
 def keys_set(statement: ast.stmt, name: str) -> tuple[object, Sequence[object]]:
@@ -168,7 +197,7 @@ def statements_in(node: ast.AST) -> Iterator[ast.stmt]:
     """Yield the statements of a function, but for those in branches and in other functions."""
     for one in getattr(node, "body", ()):
         yield one
-        if isinstance(one, ast.For | ast.With | ast.Try):
+        if isinstance(one, ast.For | ast.While | ast.With | ast.Try):
             yield from statements_in(one)
 
 

@@ -9,6 +9,7 @@ import itertools
 import os
 import queue
 import random
+import sys
 import textwrap
 import threading
 import weakref
@@ -432,6 +433,8 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "the global LAST": ("", "", "LAST.set(min(LAST.get(), value))", ""),
     "the global os.environ": ("", "", "os.environ['LOSS'] = str(value + float(os.environ.get('LOSS', 0)))", ""),
     "norms": ("norms = WeakKeyDictionary()", "", "norms[net] = norms.get(net, 0.0) + value", ""),
+    "line": ("line = queue.SimpleQueue()", "", "line.put(value)", ""),
+    "large": ("large = np.zeros(70_000)", "", "large[60_000] += value", ""),
     "replay": ("replay = queue.Queue()", "", "replay.put(value)", ""),
     "net.weight.scale": ("net.weight.scale = 1.0", "", "net.weight.scale *= 0.9", ""),
     "model.weight.hook.held": ("net.weight.register_hook(averaging())", "", "", ""),
@@ -521,6 +524,9 @@ TABLES = [
     "ORDERS",
     "LEFT",
     "SET_BACK",
+    "HOLDING",
+    "LOSSES",
+    "THREADS",
 ]  # no part of a program
 
 
@@ -874,6 +880,29 @@ def test_another_setting_of_a_loss_at_a_resume_is_said(case, tmp_path, capsys):
         said = " of main() is 0.25, and was 0.5 when the run began: give the same, or another --output-dir"
         lines = [line for line in capsys.readouterr().out.splitlines() if "when the run began" in line]
         assert lines == [f"warning: {LOSSES[case]}{said}"] * (times == 2 and LOSSES[case] != "")
+
+
+THREADS = {  # the dictionary at first, what a thread does, what a step does; whether it is told
+    "reads it": ("loss=None", "str(STATE)", "STATE['loss'] = value\nSTATE['step'] = step.number", False),
+    "sets it": ("used=0.0", "STATE['used'] = os.urandom(4)", "print(STATE['used'])", False),
+    "counts": ("seen=0", "STATE['seen'] = STATE['seen'] + 1", "print(STATE['seen'])", True),
+    "counts otherwise": ("seen=0", "STATE['seen'] += 1", "print(STATE['seen'])", True),
+    "changes it": ("loss=None", "STATE['more'] = STATE['loss']", "STATE['loss'] = value", True),
+    "reads a sum": ("sum=0.0", "str(STATE)", "STATE['sum'] += value", True),
+    "is called, too": ("loss=None", "str(STATE)", "STATE['loss'] = value\nwatched.__call__()", True),
+}
+
+
+@pytest.mark.parametrize("case", THREADS)
+def test_what_each_step_or_a_thread_sets_anew_is_left_alone(case, tmp_path, capsys, monkeypatch):
+    """A thread that shows the last loss had a line that this is lost."""
+    state, body, each, told = THREADS[case]
+    thread = f"def watched():\n    for _ in range(3 * EPOCHS):\n        {body}\n        time.sleep(0)\n"
+    source = SOURCE.replace("def main(", f"EPOCHS = 3\nSTATE = dict({state})\n{thread}def main(")
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", source)
+    head = "thread = threading.Thread(target=watched)\nthread.start()\nthread.join()"
+    trained(tmp_path, nn.Linear(3, 1), "", head, each, file=tmp_path / "program.py")
+    assert ("the global STATE of main() is carried on" in capsys.readouterr().out) == told
 
 
 def numbered(names):
