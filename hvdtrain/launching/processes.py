@@ -96,7 +96,8 @@ def bytes_transferred(which: int | str) -> int:
 
 def own_threads() -> list[int]:
     """Return the IDs of this process's threads."""
-    return [int(task.name) for task in (PROC / "self/task").iterdir()]
+    with os.scandir(PROC / "self/task") as tasks:
+        return [int(task.name) for task in tasks]
 
 
 def turns(thread: int) -> Turns | None:
