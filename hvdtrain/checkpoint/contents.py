@@ -117,6 +117,11 @@ def require_packable(optimizers: Sequence[torch.optim.Optimizer], registered: Ma
             continue
         if isinstance(what, torch.optim.Optimizer):
             require_as_of_torch(what, state)
+            if loads_as_torch(what) and isinstance(getattr(type(what), "param_groups", None), property):
+                remedy = "make it an attribute, self.param_groups = inner.param_groups"
+                raise UserError(
+                    f"param_groups of {type(what).__name__} is a property, which no state is loaded into: {remedy}"
+                )
         pack(state, "", {}, *about)
 
 
@@ -270,18 +275,25 @@ def require_as_saved(
             raise UserError(f"{what} cannot be restored: {why}: {remedy}")
 
 
+def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has torch's own load_state_dict."""
+    return getattr(type(optimizer).load_state_dict, "__qualname__", "") == "Optimizer.load_state_dict"
+
+
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return an optimizer of the same class and parameters, into which a state can be loaded without harm; None: on a GPU,
     or if its class loads the state in a way of its own and cannot be copied."""
     # On a GPU, there may be no memory for the state of a second one.
     if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
         return None
+    if isinstance(getattr(type(optimizer), "param_groups", None), property):  # those of an optimizer in it
+        return None
     # Not made by its constructor, of which only the program knows the arguments.
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     twin.state = defaultdict(dict)
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    if getattr(type(optimizer).load_state_dict, "__qualname__", "") != "Optimizer.load_state_dict":
+    if not loads_as_torch(optimizer):
         memo: dict[int, Any] = {id(one): one for group in optimizer.param_groups for one in group["params"]}
         try:
             vars(twin).update(copy.deepcopy(vars(twin), memo))

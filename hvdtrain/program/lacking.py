@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -89,6 +90,7 @@ def is_restored(what: Any, attribute: str, shared: Mapping[int, object]) -> bool
     return True
 
 
+SLOW = re.compile("slow|shadow|ema|avg|average")  # keys of weights that an optimizer averages
 MOST_HELD = 1_000  # parts of a list
 MOST_COPIED = 10_000_000  # values
 
@@ -289,6 +291,7 @@ class Lacking:
                     message = f"{attribute} of {type(optimizer).__name__} has changed, and no checkpoint has it"
                     remedy = "keep it in the optimizer's state or in a registered object"
                     self._warn(message, remedy)
+            self._warn_of_inner(optimizer)
         apart = [*self._registered.values()]
         for name, what in self._registered.items():
             for attribute, value in forgotten(what, began := self._began[name], shared, apart).items():
@@ -298,6 +301,24 @@ class Lacking:
                 self._warn(f"run.register({name}=...): {message}", remedy)
             self._warn_of_tensors(name, what, shared)
             self._warn_of_optimizers(name, what)
+
+    def _warn_of_inner(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say that what an optimizer saves has not the state of one in it, or not its own slow weights, as Lookahead often
+        has both. Each is compared once, when there is one."""
+        kind = type(optimizer).__name__
+        states = {f"the state of {path} in {kind}": tree_leaves(one.state) for path, one in optimizers_in(optimizer)}
+        own = [held for held in optimizer.state.values() if isinstance(held, dict)]
+        states[f"the slow weights of {kind}"] = [held[key] for held in own for key in held if SLOW.search(str(key))]
+        for what, leaves in states.items():
+            tensors = [one for one in leaves if isinstance(one, Tensor)]
+            if not tensors or (kind, what) in self._compared:
+                continue
+            self._compared.add((kind, what))
+            largest = max(tensors, key=Tensor.numel)
+            kept = [one for one in tree_leaves(optimizer.state_dict()) if isinstance(one, Tensor)]
+            if not any(one is largest or (one.shape == largest.shape and torch.equal(one, largest)) for one in kept):
+                remedy = "let its state_dict() have it in 'state', and its load_state_dict() take it from there"
+                self._warn(f"no checkpoint has {what}", remedy)
 
     def _warn_of_optimizers(self, name: str, what: Any) -> None:
         """Say that a registered object steps an optimizer that its state has not, as a loss with a critic does. Each is

@@ -79,7 +79,7 @@ BUDGETS = {
     # And what the best epoch leaves for the end, attributes of functions, what a model gathers in an epoch, rates and times.
     # And how a program writes what it records, what freezes nothing.
     # And the order of texts in a collate_fn, in objects and in other modules.
-    # And how a program writes what it records, what freezes nothing, means over what was found.
+    # And how a program writes what it records, what freezes nothing, means over what was found, optimizers in others.
     # And who else has a data set.
     # And settings of losses.
     # And threads of a program, larger arrays.
@@ -113,7 +113,7 @@ BUDGETS = {
     # And what two more series found: what the best epoch leaves, what models and metrics gather in an epoch.
     # And requeued jobs, summaries beside a mirror.
     # And sums of shares, means of numpy.
-    # And sums of shares, means of numpy, what freezes nothing, plateaus, steps without items.
+    # And sums of shares, means of numpy, what freezes nothing, plateaus, steps without items, optimizers in others.
     # And the order of texts in a collate_fn, in objects and in other modules.
     # And who else has a data set.
     # And settings of losses.

@@ -239,6 +239,11 @@ MISTAKES = {
         dict(before="class Slow(torch.optim.SGD):\n    def state_dict(self): return super().state_dict() | {'slow': {}}",
              prepare="net, Slow(net.parameters(), lr=0.1)", in_epoch="1 / 0"),
         "^the state_dict of Slow has 'slow' beside 'state' and 'param_groups', which is not restored: keep that in its state"),
+    "an optimizer with the groups of another": (
+        dict(before="class Around(torch.optim.Optimizer):\n    def __init__(self, inner): self.inner, self.state = inner, inner.state\n"
+             "    param_groups = property(lambda self: self.inner.param_groups)\n    def step(self): self.inner.step()",
+             prepare="net, Around(torch.optim.SGD(net.parameters(), lr=0.1))", in_epoch="1 / 0"),
+        "^param_groups of Around is a property, which no state is loaded into: make it an attribute, self.param_groups = "),
     "an optimizer with a function in its groups": (
         dict(prepare="net, torch.optim.SGD([{'params': net.parameters(), 'rate_of': print}], lr=0.1)", in_epoch="1 / 0"),
         r"^the state of SGD holds a builtin_function_or_method at .*, which a checkpoint cannot store: keep to numbers"),

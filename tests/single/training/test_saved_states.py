@@ -452,3 +452,49 @@ def test_an_optimizer_in_another_takes_its_rates_after_a_load():
     load_exactly(outer, outer.state_dict())
     outer.param_groups[0]["lr"] = 0.5
     assert inner.param_groups[0]["lr"] == 0.5
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As many have it. whole: whether the state of the inner one is in that of this one."""
+
+    def __init__(self, inner, whole=False):
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = inner.state if whole else defaultdict(dict)
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+class Delegating(Lookahead):
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("slow_buffer", parameter.detach() * 0.5)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "line"),
+    [
+        (
+            Lookahead,
+            torch.optim.Adam,
+            "no checkpoint has the state of inner in Lookahead: let its state_dict() have it in",
+        ),
+        (partial(Lookahead, whole=True), torch.optim.Adam, ""),
+        (Lookahead, torch.optim.SGD, ""),  # without a state
+        (Delegating, torch.optim.Adam, "no checkpoint has the slow weights of Delegating: let its state_dict() have"),
+    ],
+)
+def test_what_an_optimizer_in_another_has_learned_is_told(kind, inner, line, tmp_path, capsys):
+    def made(parameters):
+        return kind(inner(parameters, lr=0.1))
+
+    Trained("--checkpoint-steps", "4", out=tmp_path, optimizer=made)
+    said = capsys.readouterr().out
+    assert said.count("no checkpoint has the") == said.count(line or "no line") == bool(line), said
