@@ -454,8 +454,8 @@ def test_an_optimizer_in_another_takes_its_rates_after_a_load():
     assert inner.param_groups[0]["lr"] == 0.5
 
 
-class Lookahead(torch.optim.Optimizer):
-    """As many have it. whole: whether the state of the inner one is in that of this one."""
+class Holding(torch.optim.Optimizer):
+    """As many have Lookahead. whole: whether the state of the inner one is in that of this one."""
 
     def __init__(self, inner, whole=False):
         self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
@@ -465,7 +465,7 @@ class Lookahead(torch.optim.Optimizer):
         self.inner.step(closure)
 
 
-class Delegating(Lookahead):
+class Delegating(Holding):
     def step(self, closure=None):
         self.inner.step(closure)
         for parameter in self.param_groups[0]["params"]:
@@ -482,12 +482,12 @@ class Delegating(Lookahead):
     ("kind", "inner", "line"),
     [
         (
-            Lookahead,
+            Holding,
             torch.optim.Adam,
-            "no checkpoint has the state of inner in Lookahead: let its state_dict() have it in",
+            "no checkpoint has the state of inner in Holding: let its state_dict() have it in",
         ),
-        (partial(Lookahead, whole=True), torch.optim.Adam, ""),
-        (Lookahead, torch.optim.SGD, ""),  # without a state
+        (partial(Holding, whole=True), torch.optim.Adam, ""),
+        (Holding, torch.optim.SGD, ""),  # without a state
         (Delegating, torch.optim.Adam, "no checkpoint has the slow weights of Delegating: let its state_dict() have"),
     ],
 )
