@@ -89,7 +89,8 @@ BUDGETS = {
     "tests/*": 540,  # with what writes a checkpoint of several ranks
     # With a save of two files.
     "tests/audited": 390,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
-    "tests/bench": 1725,  # with the writing of checkpoints, simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
+    # And the writing of checkpoints.
+    "tests/bench": 1725,  # with simulated ranks, of which tests/single had one and --virtual-ranks, speed for users
     "tests/chaos": 1640,
     "tests/device": 660,
     "tests/e2e": 6880,  # with lines of pages, a stop under Slurm, trainers of others, virtual ranks, a killed script
