@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate, get_worker_info
 
 from hvdtrain.inputs.packing import Travels
-from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, own_state
+from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, leaves, own_state, rows_held
 from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
@@ -57,8 +57,10 @@ class Samples(Travels, Dataset[Any]):
             return Fetched(self.compared(numbers), 0)
         before = self.own_state() if self.unwatched else None
         cached = before is not None and has_cache(self.dataset) and self.draws(epoch, numbers[0])
+        rows = self.rows(numbers) if before is not None else {}
         try:
             samples = self.samples(epoch, numbers)
+            first = leaves(samples[0]) if rows else []
             batch = self.collate(samples)
         except SILENT as error:
             those = ", ".join(str(number % self.count) for number in numbers)
@@ -69,7 +71,16 @@ class Samples(Travels, Dataset[Any]):
         self.unwatched = False
         if cached and not self.draws(epoch, numbers[0]):
             return Fetched(batch, count, drifted=CACHE)
-        return Fetched(batch, count, drifted=drifted(before, self.own_state()))
+        changed = drifted(before, self.own_state())
+        if not changed and (changed := drifted(rows, self.rows(numbers))):
+            # Read again: a cache that is filled has the same sample then.
+            changed = changed if leaves(self.samples(epoch, numbers[:1])[0]) != first else ""
+        return Fetched(batch, count, drifted=changed)
+
+    def rows(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Return what the data set holds for these samples, which reading them may change."""
+        held = rows_held(self.dataset, [number % self.count for number in numbers])
+        return {f"{name} of the data set": rows for name, rows in held.items()}
 
     def draws(self, epoch: int, number: int) -> bool:
         """Return whether reading the sample with this number draws random numbers."""

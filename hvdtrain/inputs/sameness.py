@@ -4,6 +4,7 @@ Each rank takes its part of one data set, so all must have the same. At the star
 same seed. What a rank itself does not read twice alike is left out. So are paths.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -26,6 +27,7 @@ from torch.utils.data import (
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import bytes_of
 from hvdtrain.engines.portable import difference_of_values as difference_of
 from hvdtrain.program.uses import attributes_changed, codes_of_program, frame_of_program
 
@@ -185,6 +187,20 @@ def own_state(dataset: object) -> dict[str, Any]:
                     parts += [(f"{place}.", one) for one in value]
             elif hasattr(value, "__dict__") and not isinstance(value, type):
                 parts.append((f"{place}.", value))
+    return held
+
+
+def rows_held(dataset: Any, numbers: Sequence[int]) -> dict[str, list[bytes]]:
+    """Return what the arrays, tensors and lists of them in a data set have for the samples with these numbers."""
+    while isinstance(dataset, Subset):
+        dataset, numbers = dataset.dataset, [int(dataset.indices[number]) for number in numbers]
+    held = {}
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        with contextlib.suppress(Exception):  # of an array without a length, or of objects
+            if (is_dense(value) or isinstance(value, list)) and len(value) == len(dataset):
+                rows = [value[number] for number in numbers]
+                if all(map(is_dense, rows)):
+                    held[name] = [bytes_of(torch.as_tensor(row)).numpy().tobytes() for row in rows]
     return held
 
 

@@ -150,7 +150,28 @@ def notes(data, index):
     data.last = index + 1
 
 
+class Rows(Dataset):
+    """rows: what it holds of each sample. once: they are changed when they are read for the first time, as a cache is."""
+
+    def __init__(self, rows, once=False):
+        self.rows, self.once, self.done = rows, once, torch.zeros(N)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        if not (self.once and self.done[index]):
+            row -= 0.1
+            self.done[index] = 1.0
+        return torch.as_tensor(row).clone(), Y[index]
+
+
 DRIFTING = [
+    (lambda: Rows(X.clone()), "rows"),
+    (lambda: Rows(X.numpy().copy()), "rows"),
+    (lambda: Subset(Rows([*X.numpy().copy()]), range(1, N)), "rows"),
+    (lambda: Rows(X.clone(), once=True), ""),
     (lambda: Read(), ""),
     (lambda: Subset(Read(), range(N)), ""),
     (lambda: Read(transform=Shifted(random)), ""),
