@@ -170,7 +170,7 @@ class Rows(Dataset):
 DRIFTING = [
     (lambda: Rows(X.clone()), "rows"),
     (lambda: Rows(X.numpy().copy()), "rows"),
-    (lambda: Subset(Rows([*X.numpy().copy()]), range(1, N)), "rows"),
+    (lambda: Subset(Rows([*X.numpy().copy()]), range(N // 2, N)), "rows"),
     (lambda: Rows(X.clone(), once=True), ""),
     (lambda: Read(), ""),
     (lambda: Subset(Read(), range(N)), ""),
