@@ -496,15 +496,19 @@ def run(changed, *argv):
     return scope
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch):
+    """As in a program that has compiled nothing, whatever ran before in this process."""
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        monkeypatch.setattr(dynamo, "counters", type(dynamo.counters)(dynamo.counters.default_factory))
+
+
 CASES = [("", case) for case in MISTAKES] + [(name, case) for name, cases in IN_PROGRAMS.items() for case in cases]
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_a_mistake_ends_in_one_line_with_the_remedy(name, case, tmp_path, monkeypatch, request):
     request.addfinalizer(lambda: torch.set_default_device(None))
-    # As in a program that has compiled nothing, whatever ran before in this process.
-    if dynamo := sys.modules.get("torch._dynamo.utils"):
-        monkeypatch.setattr(dynamo, "counters", type(dynamo.counters)(dynamo.counters.default_factory))
     changed, complaint = IN_PROGRAMS[name][case] if name else MISTAKES[case]
     with pytest.raises(UserError, match=complaint) as caught:
         run_program(monkeypatch, name, changed) if name else run(changed, "--output-dir", str(tmp_path))
