@@ -319,6 +319,7 @@ class Checkpoints:
                 "rows": source.rows,
             }
         copied[contents.OBJECTS] = live.pop(contents.OBJECTS)
+        self._writer.wait(heartbeat)
         tensors = contents.snapshot(live, heartbeat) | copied
         if not self._read_back:  # with the code of a resume, and compared; later ones have the same form
             self._read_back = True

@@ -73,6 +73,14 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Wait until the snapshot before is on the disk, within `patience`: a new one beside it takes as much memory again.
+        heartbeat: see `flush`."""
+        with self._condition:
+            # Where the last write took longer than that, each save would wait as long, and training with it.
+            if self.seconds < self.patience:
+                self._wait_until_idle(self._begun_at + self.patience, heartbeat)
+
     def put(self, facts: Facts, tensors: dict[str, Tensor], heartbeat: Callable[[], None] = lambda: None) -> None:
         """Queue a snapshot for writing. The caller must not modify it afterwards. heartbeat: see `flush`.
 
@@ -80,9 +88,7 @@ class Writer:
         one before it are written within `patience` each.
         """
         with self._condition:
-            # Where the last write took longer than that, each save would wait as long, and training with it.
-            if self.seconds < self.patience:
-                self._wait_until_idle(self._begun_at + self.patience, heartbeat)
+            self.wait(heartbeat)
             if not self._waiting and not self._busy:
                 self._begun_at = time.monotonic()
             best = max(goodness(facts), -sys.float_info.max)  # one without a value may be replaced

@@ -42,6 +42,7 @@ MOST_TRACEBACKS = 3  # printed for internal errors of the thread
 _ignored: set[signal.Signals] = set()  # from the start, such as SIGHUP by nohup
 # By what has started this process: read here, before the program may block more.
 _blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+_listening: list[SignalSocket] = []  # that of the current training
 
 
 def remember_ignored() -> None:
@@ -64,6 +65,15 @@ class WatchSettings(NamedTuple):
     reply: float = 3.0  # for a rank to send its report
     grace: float = 3.0  # for launcher and engine to end a job with a dead rank themselves
     begin: float = 3.0  # for the main thread to stop before the first step is finished, when there is nothing to save
+
+
+def _restore_signals() -> None:
+    """Let signals be a process's own that this one has forked, such as a DataLoader's worker."""
+    for one in _listening:
+        one.restore()
+
+
+os.register_at_fork(after_in_child=_restore_signals)  # once for all trainings of a process: a hook cannot be removed
 
 
 class Appointment:
@@ -132,7 +142,7 @@ class Watch:
             self.signals.listen(heard)
             # The mask is inherited: of a launcher that blocks SIGTERM, the rank would never get it.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, heard & _blocked)
-            os.register_at_fork(after_in_child=self.signals.restore)  # in a DataLoader's worker, they are its own
+            _listening[:] = [self.signals]
         self._selector.register(self.signals.socket, selectors.EVENT_READ)
         for rank, channel in self.peers.channels.items():
             self._selector.register(channel.socket, selectors.EVENT_READ, (rank, channel))
@@ -167,6 +177,7 @@ class Watch:
             channel.socket.close()
         self._selector.close()
         self.signals.close()
+        _listening.clear()
 
     # ---- the thread
 

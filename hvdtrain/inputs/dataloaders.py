@@ -160,6 +160,8 @@ class Loader(Input):
         return Batch(self._copies.to_device(data), planned.indices, count, weight, planned.first)
 
     def close(self) -> None:
+        if self._loader is not None:
+            loading.end_workers(self._loader)
         self._batches = self._loader = None
 
     def _filler(self, planned: PlannedBatch) -> Any:

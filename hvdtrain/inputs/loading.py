@@ -53,6 +53,7 @@ def start_workers_early(preload: Sequence[str] = IMAGE_MODULES) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    atexit.unregister(_end_workers)  # of an earlier training in this process
     atexit.register(_end_workers)
 
 
@@ -62,14 +63,15 @@ def _end_workers() -> None:
         worker.kill()
 
 
-def end_workers() -> None:
-    """End the workers of iterators that were not read to their end, as where a training has failed.
+def end_workers(of: DataLoader[Any] | None = None) -> None:
+    """End the workers of iterators that were not read to their end, as where a training has failed. of: those of this
+    loader, which are persistent.
 
     The garbage collector would find these later, in a process that goes on.
     """
     # The garbage collector closes the queues first:
     # torch then waits ten seconds for each worker, which ignores its SIGTERM.
-    for batches in [each for each in _begun if not each._shutdown]:
+    for batches in [each for each in _begun if not each._shutdown and (of is None or of._iterator is each)]:
         for worker in batches._workers:
             worker.terminate = worker.kill  # type: ignore[method-assign] # they ignore SIGTERM
             # Not beside a thread that pins memory, for which torch waits: it may need a lock that this worker holds.

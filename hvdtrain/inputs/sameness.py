@@ -116,7 +116,9 @@ def leaf_of(value: Any) -> Leaf:
     except Exception:  # another object
         return ["other", type(value).__name__]
     flat = tensor.reshape(-1)
-    chosen = flat[torch.linspace(0, max(len(flat) - 1, 0), min(VALUES, len(flat))).long()] if len(flat) else flat
+    count, last = min(VALUES, len(flat)), len(flat) - 1
+    # Whole numbers: by torch.linspace in float32, the last of more than 2^24 values is beyond the end.
+    chosen = flat[[at * last // max(count - 1, 1) for at in range(count)]]
     exact = not tensor.is_floating_point() and len(flat) <= EXACT
     dtype = str(tensor.dtype).removeprefix("torch.")
     return ["exact" if exact else "near", chosen.double().tolist(), list(tensor.shape), dtype]
@@ -249,21 +251,26 @@ def rows_of_dataset(dataset: object) -> dict[str, str]:
                 for one in rows[:MOST_PARTS]
                 if (isinstance(one, Dataset) or is_transform(name, one)) and id(one) not in known
             ]
-            if isinstance(part, TensorDataset) and name == "tensors":
-                text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
-                text += "".join(map(hash_of_exact, rows))
-            elif is_dense(value) and (exact := hash_of_exact(value)):
-                text = exact
-            elif is_dense(value):
-                kind, *content = leaf_of(value)  # another kind of processor may round differently
-                numbers = kind in ("exact", "near")  # else an array of objects
-                text = repr([[f"{one:.6g}" for one in content[0]], content[1:]]) if numbers else kind
-            elif isinstance(value, (list, tuple, dict)) and rows and all(map(is_name, rows)):
-                text = json.dumps([len(value), names_of_rows(rows)])
-            else:
-                continue
-            held[place] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            with contextlib.suppress(Exception):  # any: the data set is the author's
+                if text := text_of_rows(value, rows, of_tensors=isinstance(part, TensorDataset) and name == "tensors"):
+                    held[place] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return held
+
+
+def text_of_rows(value: Any, rows: Sequence[Any], *, of_tensors: bool) -> str:
+    """Return what is compared of an attribute of a data set; empty if nothing is. rows: of a collection, some of them."""
+    if of_tensors:
+        text = repr([leaf_of(one[at]) for one in rows for at in (0, len(one) // 2, -1) if len(one)])
+        return text + "".join(map(hash_of_exact, rows))
+    if is_dense(value):
+        if exact := hash_of_exact(value):
+            return exact
+        kind, *content = leaf_of(value)  # another kind of processor may round differently
+        numbers = kind in ("exact", "near")  # else an array of objects
+        return repr([[f"{one:.6g}" for one in content[0]], content[1:]]) if numbers else kind
+    if isinstance(value, (list, tuple, dict)) and rows and all(map(is_name, rows)):
+        return json.dumps([len(value), names_of_rows(rows)])
+    return ""
 
 
 def set_by_methods(dataset: object, names: Iterable[str]) -> frozenset[str]:
@@ -324,10 +331,12 @@ SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.
 
 def split_of(*held: Any) -> int | None:
     """Return 63 bits of a hash of the indices of all subsets in data sets and samplers; None if there are none."""
-    all_indices = [[int(index) for index in indices] for indices in indices_in(held)]
-    if not all_indices:
-        return None
-    return int.from_bytes(hashlib.blake2b(json.dumps(all_indices).encode(), digest_size=8).digest()) >> 1
+    total, found = hashlib.blake2b(digest_size=8), False
+    for indices in indices_in(held):
+        numbers, found = torch.as_tensor(indices, dtype=torch.int64), True
+        total.update(f"{len(numbers)} ".encode())
+        total.update(bytes_of(numbers).numpy().data)
+    return int.from_bytes(total.digest()) >> 1 if found else None
 
 
 def indices_in(held: Iterable[Any]) -> Iterator[Any]:

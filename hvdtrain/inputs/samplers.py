@@ -40,6 +40,8 @@ class Drawn:
         # Else ranks would wait for one whose sampler alone is refused.
         with engine.raising_together("sampler") if engine else contextlib.nullcontext():
             first = self._checked()
+        if engine:  # which begins the epoch at once
+            self._drawn[0] = first
         self.samples = sum(map(len, first))  # per epoch
         self.require_equal(digest_of_indices(first))
 

@@ -84,6 +84,8 @@ class Data:
                 unlike = f"{opened.samples} samples, and {before.samples} in the epoch before"
                 raise UserError(f"run.steps() got {unlike}: {CHANGES}")
             begin(opened, first=before is None)
+        if before is not None:
+            before.close()  # it would keep its workers
         self.given, self.input = data, opened
         return opened
 

@@ -5,6 +5,7 @@ attempt after the checkpoint from which the next one resumed are left out. Secon
 without the pauses between attempts.
 """
 
+import functools
 import math
 import os
 from collections import defaultdict
@@ -86,7 +87,7 @@ class RecordedRun:
         """The metrics that the script declared, the most important first."""
         return recorded_metrics(self.start)
 
-    @property
+    @functools.cached_property
     def config(self) -> dict[str, str]:
         """All flags and other facts that distinguish runs, as text."""
         told = {"ranks": str(self.ranks)} | {name: str(self.start.get(name, "?")) for name in ("engine", "dataset")}

@@ -12,13 +12,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter, tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
@@ -113,12 +114,14 @@ class Carried:
     def _copies(self, restored: Sequence[Tensor]) -> list[str]:
         """Return the names of modules, lists and dictionaries of tensors that are copies of these, and used as such."""
         assert self._frame is not None
+        if not restored:  # not resumed
+            return []
         copies, saved = list[str](), {id(one) for one in self._saved.values()} | self._shared
         alike: dict[object, list[Tensor]] = {}  # by shape and first values: layers of one shape are many and large
         for weight in restored:
             alike.setdefault(first_values(weight), []).append(weight)
         for name, value in variables_of(self._frame, nn.Module | list | tuple | dict).items():  # type: ignore[arg-type]
-            held = list(value.parameters()) if isinstance(value, nn.Module) else tree_leaves(value)[:MOST_PARTS]
+            held = list(value.parameters()) if isinstance(value, nn.Module) else [*islice(tree_iter(value), MOST_PARTS)]
             tensors = [one for one in held if isinstance(one, Tensor) and one.is_floating_point() and one.numel() > 1]
             if tensors and not any(id(one) in saved for one in (value, *held)) and all(
                 any(torch.equal(one, weight) for weight in alike.get(first_values(one), ())) for one in tensors

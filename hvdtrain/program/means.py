@@ -5,11 +5,13 @@ Ranks and batches have unequal numbers of samples, so that only sums and counts 
 
 import ast
 import contextlib
+import functools
 import inspect
 import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -193,12 +195,18 @@ def as_written(name: str, samples: int, *, ended: bool) -> str:
     """Return "sum" or "mean" if the program writes the value of this name as one where it calls `run.record`; else an empty
     text. ended: after the last batch, so that what was added up may be means of batches."""
     frame = frame_of_program()
-    tree = tree_of(frame.f_code.co_filename)
-    function = None if tree is None else node_of(frame.f_code, tree)
+    return kind_as_written(frame.f_code, frame.f_lineno, name, samples, ended)
+
+
+@functools.lru_cache(maxsize=4096)
+def kind_as_written(code: CodeType, line: int, name: str, samples: int, ended: bool) -> str:
+    """Return the same of the call of `run.record` in this line of a function."""
+    tree = tree_of(code.co_filename)
+    function = None if tree is None else node_of(code, tree)
     if function is None:
         return ""
     calls = [one for one in ast.walk(function) if isinstance(one, ast.Call) and called(one) == "record"]
-    calls = [one for one in calls if one.lineno <= frame.f_lineno <= (one.end_lineno or one.lineno)]
+    calls = [one for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno)]
     kinds = {
         kind_of_value(one.value, function, call, samples) for call in calls for one in call.keywords if one.arg == name
     }

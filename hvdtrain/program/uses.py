@@ -42,6 +42,14 @@ def is_emptied(following: list[dis.Instruction]) -> bool:
 
 
 @functools.cache
+@functools.lru_cache(maxsize=256)
+def instructions_of(code: CodeType) -> list[dis.Instruction]:
+    """Return the instructions of a function."""
+    # A jump to an instruction with a large argument leads to the
+    # EXTENDED_ARG before it: `bisect_left` finds what follows.
+    return [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+
+
 def first_uses(
     code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
     stops: tuple[str, ...] = (), emptied: bool = False, after: bool = False,
@@ -52,9 +60,10 @@ def first_uses(
     stops: those that count as LOAD. emptied: what empties a collection or fills an array counts as STORE, too. after: what
     follows that loop is read.
     """
-    # A jump to an instruction with a large argument leads to the
-    # EXTENDED_ARG before it: `bisect_left` finds what follows.
-    lines = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+    names = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    if of is VARIABLES and not (calls or stops) and name not in names:  # a program may have thousands
+        return {"END"}
+    lines = instructions_of(code)
     offsets = [one.offset for one in lines]
     loops = [place for place, one in enumerate(lines) if one.opname == "FOR_ITER" and one.offset >= (start or 0)]
     loop = -1 if start is None else next(iter(loops), len(lines))

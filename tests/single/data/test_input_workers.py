@@ -232,6 +232,21 @@ def test_the_workers_of_a_training_that_has_failed_end_with_it(worker_server):
     del caught  # whose traceback holds the iterator
 
 
+def test_persistent_workers_of_a_loader_that_another_one_follows_end(worker_server):
+    """Those of each epoch stayed, until the collector found them and waited ten seconds for each."""
+    alive = []
+
+    def data(t):
+        return [DataLoader(TensorDataset(torch.ones(16, 3)), 8, num_workers=2, persistent_workers=True)]
+
+    def tail(t, epoch):
+        alive.append(len(multiprocessing.active_children()))
+
+    Trained(data=data, epochs=3, changes=True, tail=tail, loss=lambda t, x: t.model(x).square().mean())
+    assert alive == [alive[0]] * 3
+    assert not [one for one in loading._begun if not one._shutdown]
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [

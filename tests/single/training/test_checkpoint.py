@@ -390,6 +390,25 @@ def test_a_snapshot_waits_until_the_one_before_is_written_unless_that_takes_long
     assert steps[-1] == 59
 
 
+def test_a_snapshot_is_taken_when_the_one_before_is_on_the_disk(tmp_path, monkeypatch):
+    """Else there are two, each as large as model and optimizer."""
+    snapshot, write, writing = contents.snapshot, checkpoint.write_checkpoint, []
+
+    def slow(*arguments):
+        writing.append(True)
+        time.sleep(0.05)
+        write(*arguments)
+        writing.clear()
+
+    def taken(*arguments):
+        assert not writing
+        return snapshot(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
+    monkeypatch.setattr(contents, "snapshot", taken)
+    Trained("--checkpoint-steps", "1", out=tmp_path)
+
+
 @pytest.mark.parametrize(("owner", "name"), [(checkpoint, "checkpoint_digest"), (Path, "mkdir"), (os, "fsync")])
 def test_a_directory_moved_while_a_checkpoint_is_written_gets_nothing(owner, name, tmp_path, monkeypatch):
     out, real, moved = tmp_path / "out", getattr(owner, name), []

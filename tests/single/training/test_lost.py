@@ -18,6 +18,7 @@ from hvdtrain.checkpoint.checkpoint import read_checkpoint
 from hvdtrain.checkpoint.own import BYTES, OWN
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn_once
+from hvdtrain.inputs.sameness import leaf_of
 from tests.single.training.small import (
     Killed,
     N,
@@ -497,3 +498,12 @@ HELD = {
 def test_a_data_set_may_hold_arrays_of_any_kind(kind, tmp_path):
     """One of texts, such as the names of files, ended in a traceback."""
     Trained(out=tmp_path, data=(DataLoader(Holding(HELD[kind]), 8),), epochs=1)
+
+
+@pytest.mark.parametrize("size", [47_040_000, 2**24 + 3])
+def test_a_data_set_may_hold_more_values_than_float32_counts(size, tmp_path):
+    """Those of MNIST as numbers: the last of them was looked for beyond the end, a traceback at the start."""
+    data = Read()
+    data.images = torch.zeros(1).expand(size)
+    Trained(out=tmp_path, data=(DataLoader(data, batch_size=8),), epochs=1)
+    assert leaf_of(torch.arange(size))[1][-1] == size - 1

@@ -611,15 +611,17 @@ def test_what_a_program_drops_in_its_loop_is_freed():
         "--profile 2",
     ],
 )
-def test_a_process_keeps_nothing_of_a_training_that_has_ended(flags, kill, tmp_path):
+def test_a_process_keeps_nothing_of_a_training_that_has_ended(flags, kill, tmp_path, monkeypatch):
     """A cross-validation has as many as folds: the models of all would not fit into a GPU, and each had a thread."""
-    before, gone = set(threading.enumerate()), []
+    before, gone, hooks = set(threading.enumerate()), [], []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
     for fold in map(str, range(3)):
         with contextlib.suppress(Killed):
             Trained(*flags.format(tmp_path / fold).split(), out=tmp_path / fold, kill=kill,
                     at_step=lambda t: gone.extend(map(weakref.ref, (t.net, t.optimizer, t.run))))  # fmt: skip
     gc.collect()
     assert gone
+    assert len(hooks) < 3  # libraries have some; those of a training cannot be taken back
     assert [one() for one in gone] == [None] * len(gone)
     assert {thread.name for thread in set(threading.enumerate()) - before} <= {"leaving"}
 

@@ -274,3 +274,22 @@ def test_the_position_in_batches_follows_from_the_samples():
         assert len(left) == 3 - number
     assert batches_after(batches, 4) is None
     assert batches_after(batches, 10) is None
+
+
+class Drawing(Sampler):
+    def __init__(self):
+        self.draws = []
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        self.draws.append(torch.initial_seed())
+        return iter(range(N))
+
+
+def test_a_sampler_is_drawn_once_in_an_epoch_and_once_more_for_a_comparison():
+    """One of five million weights takes seconds."""
+    sampler = Drawing()
+    small.Trained(net=nn.Linear(1, 1), data=[DataLoader(DATA, 8, sampler=sampler)], epochs=3)
+    assert len(sampler.draws) == 4
