@@ -110,7 +110,9 @@ class Program:
             left = outlasting(log, self.leaving_seconds) if ended else []
             hangs = not ended and time.monotonic() >= began + seconds
         finally:
-            outlasting(log, float("inf"), end_them=True)
+            for pause in (0.05, 0.0):  # twice: a process that is just being started shows no environment for a moment
+                outlasting(log, float("inf"), end_them=True)
+                time.sleep(pause)
             code = process.wait()
             copying.join(5)
         if lost.exists():

@@ -455,14 +455,17 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-        done, of_chunks = 0, []
+        total: Any = None
+        done = 0
         for chunk in chunks(values, limit):
             bits = chunk.view(kind)
             places = positions[: len(bits)] if done == 0 else positions[: len(bits)] + done
             # Overflows of int64 wrap around: the sum modulo 2^64 does not depend on the order of addition.
-            of_chunks.append((bits * places).sum())
+            one = (bits * places).sum()
+            # Added at once: sums that are kept between the products keep their memory from being used again.
+            total = one if total is None else total.add_(one)
             done += len(bits)
-        sums.append(of_chunks[0] if len(of_chunks) == 1 else torch.stack(of_chunks).sum())
+        sums.append(total)
     return torch.stack(sums)
 
 

@@ -95,6 +95,7 @@ class Carried:
         self._began, self._first = set[str](), dict[str, object]()
         self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
+        self._loaded = dict[tuple[str, bool], bool]()  # by a variable and `emptied`: what `_is_loaded` has found
         self._judged = dict[str, bool]()  # by the name of a module: whether it is the program's own
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
@@ -107,15 +108,13 @@ class Carried:
             self.orders = {name: orders.get(name, held) for name, held in now.items()}
             for others, what in differences_of(self.orders, now):
                 say(f"warning: {named(others, self._code)} {what}")
-            if copies := self._copies(restored):
+            if restored and (copies := self._copies(restored)):
                 what = f"{named(copies, self._code)} has what was restored, and not what the run began with"
                 say(f"warning: {what}: copy it before run.prepare(), or give the copy to run.register")
 
     def _copies(self, restored: Sequence[Tensor]) -> list[str]:
         """Return the names of modules, lists and dictionaries of tensors that are copies of these, and used as such."""
         assert self._frame is not None
-        if not restored:  # not resumed
-            return []
         copies, saved = list[str](), {id(one) for one in self._saved.values()} | self._shared
         alike: dict[object, list[Tensor]] = {}  # by shape and first values: layers of one shape are many and large
         for weight in restored:
@@ -400,7 +399,9 @@ class Carried:
 
     def _is_loaded(self, variable: str, *, emptied: bool = False) -> bool:
         """Return whether the loop over the epochs may use a variable before it sets it."""
-        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
+        if (key := (variable, emptied)) not in self._loaded:
+            self._loaded[key] = "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
+        return self._loaded[key]
 
     def _is_set_by_call(self, function: FunctionType, attribute: str) -> bool:
         """Return whether each step or epoch sets this attribute of a function before its use, and no other one reads it."""
