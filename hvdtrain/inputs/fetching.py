@@ -1,5 +1,6 @@
 """The batches of a map-style data set, as torch's DataLoader would make them; and how many samples are in them."""
 
+import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Samples(Travels, Dataset[Any]):
         rows = self.rows(numbers) if before is not None else {}
         try:
             samples = self.samples(epoch, numbers)
-            first = leaves(samples[0]) if rows else []
+            first = self.first_of(samples) if rows else []
             batch = self.collate(samples)
         except SILENT as error:
             those = ", ".join(str(number % self.count) for number in numbers)
@@ -72,15 +73,24 @@ class Samples(Travels, Dataset[Any]):
         if cached and not self.draws(epoch, numbers[0]):
             return Fetched(batch, count, drifted=CACHE)
         changed = drifted(before, self.own_state())
-        if not changed and (changed := drifted(rows, self.rows(numbers))):
+        if not changed and first and (changed := drifted(rows, self.rows(numbers))):
             # Read again: a cache that is filled has the same sample then.
-            changed = changed if leaves(self.samples(epoch, numbers[:1])[0]) != first else ""
+            again = first
+            with contextlib.suppress(Exception):  # any: some can be read once
+                again = self.first_of(self.samples(epoch, numbers[:1]))
+            changed = "" if again == first else changed
         return Fetched(batch, count, drifted=changed)
 
     def rows(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Return what the data set holds for these samples, which reading them may change."""
-        held = rows_held(self.dataset, [number % self.count for number in numbers])
-        return {f"{name} of the data set": rows for name, rows in held.items()}
+        with contextlib.suppress(Exception):  # any: the data set is the author's, and may be indexed otherwise
+            held = rows_held(self.dataset, [number % self.count for number in numbers])
+            return {f"{name} of the data set": rows for name, rows in held.items()}
+        return {}
+
+    def first_of(self, samples: Any) -> list[Any]:
+        """Return the parts of the first sample; none if these are no list of samples."""
+        return leaves(samples[0]) if isinstance(samples, (list, tuple)) and samples else []
 
     def draws(self, epoch: int, number: int) -> bool:
         """Return whether reading the sample with this number draws random numbers."""

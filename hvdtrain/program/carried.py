@@ -95,7 +95,6 @@ class Carried:
         self._began, self._first = set[str](), dict[str, object]()
         self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
-        self._loaded = dict[tuple[str, bool], bool]()  # by a variable and `emptied`: what `_is_loaded` has found
         self._judged = dict[str, bool]()  # by the name of a module: whether it is the program's own
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
@@ -399,9 +398,7 @@ class Carried:
 
     def _is_loaded(self, variable: str, *, emptied: bool = False) -> bool:
         """Return whether the loop over the epochs may use a variable before it sets it."""
-        if (key := (variable, emptied)) not in self._loaded:
-            self._loaded[key] = "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
-        return self._loaded[key]
+        return "LOAD" in first_uses(self._code, self._offset, variable, of=VARIABLES, emptied=emptied)
 
     def _is_set_by_call(self, function: FunctionType, attribute: str) -> bool:
         """Return whether each step or epoch sets this attribute of a function before its use, and no other one reads it."""

@@ -42,7 +42,6 @@ def is_emptied(following: list[dis.Instruction]) -> bool:
 
 
 @functools.cache
-@functools.lru_cache(maxsize=256)
 def instructions_of(code: CodeType) -> list[dis.Instruction]:
     """Return the instructions of a function."""
     # A jump to an instruction with a large argument leads to the
@@ -50,6 +49,7 @@ def instructions_of(code: CodeType) -> list[dis.Instruction]:
     return [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
 
 
+@functools.cache
 def first_uses(
     code: CodeType, start: int | None, name: str, *, of: tuple[str, ...], calls: tuple[str, ...] = (),
     stops: tuple[str, ...] = (), emptied: bool = False, after: bool = False,
