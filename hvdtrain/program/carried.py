@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils import _pytree
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.randomness import is_generator
@@ -53,6 +54,7 @@ from hvdtrain.program.uses import (
     words_from,
 )
 
+tree_iter = getattr(_pytree, "tree_iter", tree_leaves)  # torch 2.3 has none
 Loops = Sequence[tuple[CodeType, int]]  # code, and the offset from which its loop begins
 THE_GLOBAL = "the global "  # before the name of a variable of the module
 SEEDS = {"manual_seed", "seed", "set_state", "setstate"}

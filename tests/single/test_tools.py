@@ -24,6 +24,7 @@ from tests.golden import __main__ as golden
 from tests.golden.table import RUNS
 from tests.hidden_gpus import HIDDEN, KEPT
 from tests.mutants import broken, mutations
+from tests.torch_names import TABLE, is_there, names_in, names_used
 
 # ---- make mutants
 
@@ -281,3 +282,21 @@ def test_what_a_save_of_more_than_64_ranks_receives_does_not_grow_with_them(tmp_
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())
         sizes.append(measure(ranks, net, tmp_path / str(ranks))["saving step"][1])
     assert sizes[0] == sizes[1] < 2000
+
+
+# ---- the names of torch: what the oldest PyTorch lacks ended each program at its first import
+
+
+def test_the_oldest_torch_has_each_name_that_is_used():
+    known, used = set(TABLE.read_text().split()), names_used()
+    assert sorted(used - known) == [], "make them optional; or, with torch 2.3: python -m tests.torch_names"
+    assert sorted(known - used) == [], "used no longer: take them out of tests/torch_names.txt"
+
+
+def test_names_are_found_however_they_are_imported():
+    source = (
+        "import torch\nimport torch.fx as f\nfrom torch.utils import data as d, _pytree\ntorch.cuda.Event()\nd.Subset"
+    )
+    expected = {"torch", "torch.fx", "torch.cuda", "torch.cuda.Event", "torch.utils._pytree"}
+    assert names_in(source) == expected | {"torch.utils.data", "torch.utils.data.Subset"}
+    assert [is_there(name) for name in ("torch.utils.data.Subset", "torch.utils.data.Subset.none")] == [True, False]
