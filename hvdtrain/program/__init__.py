@@ -1,10 +1,12 @@
 """Reads the author's program, and tells what is wrong in it or would be lost. Nothing here trains or saves: without it, a
 run has the same bits. Whatever a program's source and variables are, reading them ends no run.
 
-uses.py         the source, bytecode and variables of a program, and how its functions use a name
+source.py       the syntax tree of a program's file
+uses.py         its bytecode and variables: whether a name may be used before it is set
 reached.py      what a program's variables reach, and marks that show whether it has changed
-carried.py      what its loop carries on from step to step, and no checkpoint has
+anew.py         whether its loops, or what they call, set a value anew before they use it
 shown.py        whether a value only decides what is printed, follows from a clock, or is used after the last epoch
+carried.py      what its loop carries on from step to step, and no checkpoint has
 lacking.py      what models, optimizers and registered objects change, and do not save
 mistakes.py     the table of refusals: what an author may do wrong with a run and in a step
 losses.py       the first loss: scaled, divided already, or a mean over other items than samples

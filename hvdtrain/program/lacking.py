@@ -5,47 +5,52 @@ import copy
 import functools
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hvdtrain.engines.accelerators import tensors_in
 from hvdtrain.engines.portable import has_memory
 from hvdtrain.program.carried import BEGAN_ANEW, OF_THE_PROGRAM, Carried
 from hvdtrain.program.reached import mark_of
 
+SLOW = re.compile("slow|shadow|ema|avg|average")  # keys of weights that an optimizer averages
+MOST_HELD = 1_000  # parts of a list
+MOST_COPIED = 10_000_000  # values
 
-def numbers_of(what: object, apart: Sequence[object] = (), *, within: bool = True) -> dict[str, Any]:
-    """Return the numbers among an object's attributes: the public ones, and others where the program itself has the class.
 
-    `training` is the mode of a module. within: also those of attributes with a state, but for `apart`, such as
-    `after.last_epoch` of a warm-up before another scheduler.
-    """
-    # Private numbers of a library's object are often caches, such as those of torchmetrics.
-    own, numbers = type(what).__module__ == "__main__", dict[str, Any]()
-    for name, value in getattr(what, "__dict__", {}).items():
-        if type(value) in (bool, int, float) and name != "training" and (own or not name.startswith("_")):
+def attributes_held(what: object) -> Iterator[tuple[str, Any]]:
+    """Yield the public attributes of an object, and others where the program itself has the class: private ones of a
+    library's object are often caches, such as those of torchmetrics."""
+    own = type(what).__module__ == "__main__"
+    yield from (pair for pair in getattr(what, "__dict__", {}).items() if own or not pair[0].startswith("_"))
+
+
+def numbers_of(what: object, apart: Collection[object] = ()) -> dict[str, Any]:
+    """Return the numbers among an object's attributes, but for the mode of a module; also those of attributes with a state,
+    such as `after.last_epoch` of a warm-up before another scheduler. apart: what is saved itself."""
+    numbers = dict[str, Any]()
+    for name, value in attributes_held(what):
+        if type(value) in (bool, int, float):
             numbers[name] = value
-        elif (
-            within
-            and callable(getattr(value, "load_state_dict", None))
-            and not isinstance(value, (nn.Module, torch.optim.Optimizer))
-            and not any(value is one for one in apart)
+        elif callable(getattr(value, "load_state_dict", None)) and not (
+            isinstance(value, nn.Module | torch.optim.Optimizer) or any(value is one for one in apart)
         ):
-            numbers |= {f"{name}.{inner}": number for inner, number in numbers_of(value, within=False).items()}
-    return numbers
+            pairs = attributes_held(value)
+            numbers |= {f"{name}.{inner}": one for inner, one in pairs if type(one) in (bool, int, float)}
+    return {name: value for name, value in numbers.items() if name.rpartition(".")[2] != "training"}
 
 
 def tensors_held(what: object) -> dict[str, list[Tensor]]:
-    """Return the tensors among an object's attributes, also those in a list, and arrays of numpy, which share their memory;
-    of which attributes, see `numbers_of`."""
-    own, held = type(what).__module__ == "__main__", dict[str, list[Tensor]]()
-    for name, value in getattr(what, "__dict__", {}).items():
-        some = value if isinstance(value, (list, tuple)) and len(value) <= MOST_HELD else [value]
-        if (own or not name.startswith("_")) and (tensors := [one for one in map(as_tensor, some) if one is not None]):
+    """Return the tensors among an object's attributes, also those in a list, and arrays of numpy with the same memory."""
+    held = dict[str, list[Tensor]]()
+    for name, value in attributes_held(what):
+        some = value if isinstance(value, list | tuple) and len(value) <= MOST_HELD else [value]
+        if tensors := [one for one in map(as_tensor, some) if one is not None]:
             held[name] = tensors
     return held
 
@@ -61,94 +66,26 @@ def as_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def loaded_copy(what: Any, state: Any, shared: Mapping[int, object], reset: Callable[[Any], object]) -> Any:
-    """Return a copy of an object that has loaded its state, as a resumed run does. shared: by id, what is not copied. reset:
-    gives the copy other values before. What its load_state_dict prints is not shown."""
-    copied = copy.deepcopy(what, dict(shared))
-    reset(copied)
-    with contextlib.redirect_stdout(io.StringIO()):
-        copied.load_state_dict(copy.deepcopy(state))
-    return copied
-
-
-def is_restored(what: Any, attribute: str, shared: Mapping[int, object]) -> bool:
-    """Return whether the load_state_dict of an object sets the tensors of an attribute as they are now. A copy is tried,
-    whose tensors are zeros. shared: by id, what the copy does not copy."""
-    state, held = what.state_dict(), tensors_held(what)[attribute]
-    parts = [*tree_leaves(state), *held]
-    if sum(one.numel() for one in map(as_tensor, parts) if one is not None) > MOST_COPIED:
-        return True  # a copy might not fit into memory
-    others = {id(one): one for name, value in vars(what).items() if name != attribute for one in tree_leaves(value)}
-    others = {place: one for place, one in others.items() if as_tensor(one) is not None}
-    with contextlib.suppress(Exception):  # any: of the author's own
-        twin = loaded_copy(
-            what, state, {**shared, **others}, lambda one: [x.zero_() for x in tensors_held(one)[attribute]]
-        )
-        # Of a buffer that is not full, the rest may be zeros, which no state has.
-        pairs = zip(tensors_held(twin)[attribute], held, strict=True)
-        return all(torch.equal(one[now != 0], now[now != 0]) for one, now in pairs)
-    return True
-
-
-SLOW = re.compile("slow|shadow|ema|avg|average")  # keys of weights that an optimizer averages
-MOST_HELD = 1_000  # parts of a list
-MOST_COPIED = 10_000_000  # values
+def names_changed(began: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Return the names of which the marks are others now; of one that is gone, nothing is known."""
+    return [name for name, mark in began.items() if now.get(name, mark) != mark]
 
 
 def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what shows whether attributes of an optimizer change that torch's state_dict has not, such as the slow weights
     of Lookahead: of numbers, these; of tensors, also in a list or a dictionary, where they are and how often they changed.
     """
-    if any(
-        getattr(type(optimizer), one).__qualname__ != f"Optimizer.{one}" for one in ("state_dict", "load_state_dict")
-    ):
+    of_class = [getattr(type(optimizer), name).__qualname__ for name in ("state_dict", "load_state_dict")]
+    if of_class != ["Optimizer.state_dict", "Optimizer.load_state_dict"]:
         return {}
-    groups = optimizer.param_groups
-    parameters = {id(one) for group in groups for one in (*group["params"], *(p.grad for p in group["params"]))}
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    known = {id(one) for one in (*parameters, *(parameter.grad for parameter in parameters))}
     marks: dict[str, object] = dict(numbers_of(optimizer))
     for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups", "defaults") and isinstance(value, (Tensor, list, tuple, dict)):
-            tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor) and id(one) not in parameters]
+        if name not in ("state", "param_groups", "defaults") and isinstance(value, Tensor | list | tuple | dict):
+            tensors = [one for one in tensors_in(value) if id(one) not in known]
             marks |= {name: [(one.data_ptr(), one._version) for one in tensors]} if tensors else {}
     return marks
-
-
-def forgotten(
-    what: Any, began: dict[str, Any], shared: Mapping[int, object], apart: Sequence[object]
-) -> dict[str, Any]:
-    """Return the attributes that a resume would lose: by name, the number that each would have then.
-
-    began: `numbers_of` the object when it was registered. Those are lost that have changed since, are not in its state, and
-    are not computed from it by its `load_state_dict`. For this, a copy is tried. Of an attribute's own numbers, such a copy
-    alone shows that they come back: then they are taken out of `began`. apart: what is saved itself.
-    """
-    now = numbers_of(what, apart)
-    changed = {name: value for name, value in now.items() if repr(began.get(name, value)) != repr(value)}
-    if not changed:
-        return {}
-    leaves = tree_leaves(state := what.state_dict())
-    # Of a module, load_state_dict sets no numbers, and a count in its state, such as that of batch norm, may be the same.
-    numbers = [] if isinstance(what, nn.Module) else leaves
-    kept = {repr(one.item() if getattr(one, "shape", None) == () else one) for one in numbers}
-    resumed = began | {name: value for name, value in changed.items() if repr(value) in kept}
-    changed = {name: value for name, value in changed.items() if "." in name or repr(value) not in kept}
-
-    def begin_anew(copied: Any) -> None:
-        for name in changed:
-            *path, last = name.split(".")
-            vars(functools.reduce(getattr, path, copied))[last] = began[name]
-
-    if changed:
-        tensors = [one for one in leaves if isinstance(one, Tensor)]
-        if isinstance(what, nn.Module):
-            tensors += [*what.parameters(), *what.buffers()]
-        with contextlib.suppress(Exception):  # any: of the author's own
-            # By identity, the copy shares tensors and `shared`: its load_state_dict writes the same values into them.
-            resumed = numbers_of(loaded_copy(what, state, {**shared, **{id(one): one for one in tensors}}, begin_anew))
-    lost = {name: resumed.get(name) for name, value in changed.items() if repr(resumed.get(name)) != repr(value)}
-    for name in [name for name in changed if "." in name and name not in lost]:
-        del began[name]
-    return lost
 
 
 def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
@@ -160,21 +97,20 @@ def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
         for path, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 continue
-            tensors, buffers = tensors_held(module), module._buffers
-            tensors |= {
-                name: [one] for name in module._non_persistent_buffers_set if (one := buffers.get(name)) is not None
-            }
-            for name, some in tensors.items():  # not another name of a weight, nor an output
-                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some):
-                    held[f"{path}.{name}".lstrip(".")] = mark_of(some)
+            unsaved = {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}
+            tensors = tensors_held(module) | {name: [one] for name, one in unsaved.items() if one is not None}
+            marks = {
+                name: mark_of(some) for name, some in tensors.items()  # not another name of a weight, nor an output
+                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some)
+            }  # fmt: skip
             # By its name, the length of a table that is computed again, as of a rotary embedding, is no state.
-            numbers = {name: value for name, value in numbers_of(module).items() if "cached" not in name}
-            held |= {f"{path}.{name}".lstrip("."): repr(value) for name, value in numbers.items()}
+            marks |= {name: repr(value) for name, value in numbers_of(module).items() if "cached" not in name}
+            held |= {f"{path}.{name}".lstrip("."): mark for name, mark in marks.items()}
     return held
 
 
-def kept_by(models: Sequence[nn.Module]) -> dict[str, object]:
-    """Return what shows whether the buffers of modules change that checkpoints have, by name."""
+def buffers_by_name(models: Sequence[nn.Module]) -> dict[str, object]:
+    """Return what shows whether the buffers of modules change that checkpoints have."""
     return {
         f"{path}.{name}".lstrip("."): mark_of([one])
         for model in models
@@ -198,6 +134,67 @@ def optimizers_in(what: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
                 yield ".".join(filter(None, (path, name))), one
 
 
+class Began(NamedTuple):
+    """What an object had in an attribute. mark: what shows whether it changes. number: none, if it is tensors."""
+
+    mark: object
+    number: Any = None
+
+
+def state_of(what: object, apart: Collection[object] = ()) -> dict[str, Began]:
+    """Return what an object has in attributes that may change, by name. apart: what is saved itself."""
+    held = {name: Began(repr(number), number) for name, number in numbers_of(what, apart).items()}
+    return held | {name: Began(mark_of(tensors)) for name, tensors in tensors_held(what).items()}
+
+
+def lost_at_a_resume(what: Any, changed: Mapping[str, Began], shared: Mapping[int, object]) -> dict[str, Any]:
+    """Return which attributes a resumed run would have otherwise than an object has them now, and the number that each
+    would have then: they are not in its state, and are not computed from it by its `load_state_dict`. For this, a copy is
+    tried. changed: with what they began. shared: by id, what is not copied."""
+    leaves, now = tree_leaves(state := what.state_dict()), state_of(what)
+    # Of a module, load_state_dict sets no numbers, and a count in its state, such as that of batch norm, may be the same.
+    in_state = [] if isinstance(what, nn.Module) else leaves
+    kept = {repr(one.item() if getattr(one, "shape", None) == () else one) for one in in_state}
+    lost = {name: one.number for name, one in changed.items() if one.number is not None and now[name].mark not in kept}
+    # That the number of an attribute's attribute is in the state does not show that it comes back.
+    tried = {name: one for name, one in changed.items() if name in lost or "." in name}
+    tensors = {name: one for name, one in changed.items() if one.number is None}
+    if sum(one.numel() for one in map(as_tensor, leaves) if one is not None) <= MOST_COPIED:  # else it might not fit
+        tried |= tensors
+    with contextlib.suppress(Exception):  # any: of the author's own
+        then = resumed_copy(what, state, tried, shared) if tried else what
+        numbers, filled = numbers_of(then), tensors_held(then)
+        come_back = [name for name in tensors if all(map(is_filled, filled.get(name, ()), tensors_held(what)[name]))]
+        others = [name for name in tried if name not in come_back]
+        lost = {name: numbers.get(name) for name in others if repr(numbers.get(name)) != now[name].mark}
+    return lost
+
+
+def resumed_copy(what: Any, state: Any, began: Mapping[str, Began], shared: Mapping[int, object]) -> Any:
+    """Return a copy of an object that has loaded its state, as in a resumed run. began: what it has before; as tensors,
+    zeros. Other tensors are not copied: its load_state_dict writes the values that they have. Nothing is printed."""
+    own = {id(one) for name, held in began.items() if held.number is None for one in tree_leaves(vars(what)[name])}
+    leaves = tree_leaves([state, *vars(what).values()])
+    leaves += [*what.parameters(), *what.buffers()] if isinstance(what, nn.Module) else []
+    apart = {id(one): one for one in leaves if as_tensor(one) is not None and id(one) not in own}
+    copied = copy.deepcopy(what, apart | dict(shared))
+    for name, held in began.items():
+        *path, last = name.split(".")
+        if held.number is not None:
+            vars(functools.reduce(getattr, path, copied))[last] = held.number
+        else:
+            for tensor in tensors_held(copied)[name]:
+                tensor.zero_()
+    with contextlib.redirect_stdout(io.StringIO()):
+        copied.load_state_dict(copy.deepcopy(state))
+    return copied
+
+
+def is_filled(copied: Tensor, now: Tensor) -> bool:
+    """Return whether a tensor has the values of another one, but for zeros: the rest of a buffer, which no state has."""
+    return copied.shape != now.shape or torch.equal(copied[now != 0], now[now != 0])
+
+
 class Lacking:
     """Looks at what changes and is not saved. registered: the objects of the run, by name; more may come."""
 
@@ -207,23 +204,17 @@ class Lacking:
     ):  # fmt: skip
         self._models, self._optimizers, self._registered, self._say = models, optimizers, registered, say
         self.carried: Carried | None = None  # on the rank that writes, from the loop over `run.epochs` on
-        self._began: dict[str, dict[str, Any]] = {}  # numbers of registered objects, before they are restored
-        self._held: dict[str, dict[str, object]] = {}  # marks of their tensors, until a checkpoint has them
+        self._began: dict[str, dict[str, Began]] = {}  # registered objects, before they are restored
         self._compared = set[tuple[str, str]]()  # registered objects, and optimizers in them
         self._marks = [marks_of(optimizer) for optimizer in optimizers]
         self._beside: dict[str, object] | None = None  # what modules held when training began
-        self._kept = dict[str, object]()  # the buffers with which the loop began
+        self._buffers = dict[str, object]()  # with which the loop began
         self._at_head = dict[str, object]()  # what modules held at the head of a resumed epoch
         self._resumed = 0  # samples of that epoch before
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Look at these, too, which are not restored yet."""
-        self._began |= {name: numbers_of(what) for name, what in objects.items()}
-        for name, what in objects.items():
-            self._held[name] = {attribute: mark_of(tensors) for attribute, tensors in tensors_held(what).items()}
-
-    def _warn(self, message: str, remedy: str) -> None:
-        self._say(f"warning: {message}: {remedy}")
+        self._began |= {name: state_of(what) for name, what in objects.items()}
 
     def begin_training(self) -> None:
         """Note what modules hold that no checkpoint has."""
@@ -234,7 +225,7 @@ class Lacking:
         """Look at what a program carries on in its loop over `run.epochs`, and at the buffers with which it begins."""
         self.carried = carried
         with OF_THE_PROGRAM:
-            self._kept = kept_by(self._models)
+            self._buffers = buffers_by_name(self._models)
 
     def begin_steps(self, frame: FrameType, resumed: int) -> None:
         """See Carried."""
@@ -242,112 +233,118 @@ class Lacking:
         if self.carried is not None:
             self.carried.begin_steps(frame, resumed)
             with OF_THE_PROGRAM:
-                now = kept_by(self._models) if resumed else {}
-                changed = {name: mark for name, mark in now.items() if self._kept.get(name, mark) != mark}
-                self._at_head = empty_in(self._models) | held_by(self._models) | changed if resumed else {}
+                now = buffers_by_name(self._models) if resumed else {}
+                set_back = {name: now[name] for name in names_changed(self._buffers, now)}
+                self._at_head = empty_in(self._models) | held_by(self._models) | set_back if resumed else {}
 
     def end_steps(self, samples: int) -> None:
         """See Carried. And look what a model has gathered since the head of a resumed epoch, which set it back."""
         if self.carried is not None:
             self.carried.end_steps(samples)
             with OF_THE_PROGRAM:
-                self._warn_of_gathered(self.carried)
+                now = held_by(self._models) | buffers_by_name(self._models) if self._at_head else {}
+                for name in names_changed(self._at_head, now):
+                    kinds, attribute = self._kinds_with(name)
+                    at_head = name in self._buffers
+                    if any(self.carried.loops.begins_anew(kind, attribute, at_head=at_head) for kind in kinds):
+                        remedy = "keep it in a buffer, and set it back in another epoch only"
+                        self._warn(f"{name} of a model {BEGAN_ANEW.format(self._resumed)}", remedy)
+                        return
 
-    def _warn_of_gathered(self, carried: Carried) -> None:
-        now = held_by(self._models) | kept_by(self._models) if self._at_head else {}
-        for name in [name for name, mark in self._at_head.items() if now.get(name, mark) != mark]:
-            path, _, attribute = name.rpartition(".")
-            layers = [layer for model in self._models for at, layer in model.named_modules() if at == path]
-            if any(carried.begins_anew(one, attribute, at_head=name in self._kept) for one in layers):
-                remedy = "keep it in a buffer, and set it back in another epoch only"
-                self._warn(f"{name} of a model {BEGAN_ANEW.format(self._resumed)}", remedy)
-                return
+    def look(self) -> None:
+        """Say what has changed since, each once. Call it for each checkpoint."""
+        if self.carried is not None:
+            self.carried.look(numbers=True)
+        with OF_THE_PROGRAM:
+            self._look_at_models()
+        for optimizer, marks in zip(self._optimizers, self._marks, strict=True):
+            with OF_THE_PROGRAM:
+                self._look_at_optimizer(optimizer, marks)
+        parameters = [one for model in self._models for one in model.parameters()]
+        shared = {id(one): one for one in (*self._models, *self._optimizers, *parameters)}
+        for name, what in self._registered.items():
+            with OF_THE_PROGRAM:
+                self._look_at_registered(name, what, shared)
 
-    def _warn_of_modules(self) -> None:
-        """Say once what the program changes in a model that no checkpoint has."""
+    def _kinds_with(self, name: str) -> tuple[list[type], str]:
+        """Return the classes of the layers that have an attribute of this name, such as `head.scale`, and its last part."""
+        path, _, attribute = name.rpartition(".")
+        layers = [layer for model in self._models for at, layer in model.named_modules() if at == path]
+        return [type(one) for one in layers if hasattr(one, attribute)], attribute
+
+    def _warn(self, message: str, remedy: str) -> None:
+        self._say(f"warning: {message}: {remedy}")
+
+    def _look_at_models(self) -> None:
         now = held_by(self._models) if self._beside else {}
-        for name, began in (self._beside or {}).items():
-            if now.get(name, began) != began and not (self.carried and self.carried.is_set_anew(self._models, name)):
+        for name in names_changed(self._beside or {}, now):
+            kinds, attribute = self._kinds_with(name)
+            if self.carried is None or not all(self.carried.loops.is_set_anew(kind, attribute) for kind in kinds):
                 message = f"{name} of a model has changed, and no checkpoint has it"
                 remedy = "keep it in a buffer with persistent=True, or set it anew in each step, as from run.progress"
                 self._warn(message, remedy)
                 self._beside = {}
                 return
 
-    def look(self) -> None:
-        """Say what has changed since, each once. Call it for each checkpoint."""
-        if self.carried is not None:
-            self.carried.look(numbers=True)
-        self._warn_of_modules()
-        models, optimizers = self._models, self._optimizers
-        shared = {id(one): one for one in (*models, *optimizers, *(p for model in models for p in model.parameters()))}
-        for optimizer, marks in zip(optimizers, self._marks, strict=True):
-            now, leaves = marks_of(optimizer), tree_leaves(optimizer.state_dict())
-            held = {id(one) if isinstance(one, Tensor) else repr(one) for one in leaves}
-            for attribute in [name for name, mark in marks.items() if now.get(name, mark) != mark]:
-                parts = tree_leaves(getattr(optimizer, attribute))
-                if not all((id(one) if isinstance(one, Tensor) else repr(one)) in held for one in parts):
-                    del marks[attribute]
-                    message = f"{attribute} of {type(optimizer).__name__} has changed, and no checkpoint has it"
-                    remedy = "keep it in the optimizer's state or in a registered object"
-                    self._warn(message, remedy)
-            self._warn_of_inner(optimizer)
-        apart = [*self._registered.values()]
-        for name, what in self._registered.items():
-            for attribute, value in forgotten(what, began := self._began[name], shared, apart).items():
-                del began[attribute]
-                message = f"its {attribute} has changed, and a resumed run would begin with {value}"
-                remedy = "add it to its state_dict and load_state_dict"
-                self._warn(f"run.register({name}=...): {message}", remedy)
-            self._warn_of_tensors(name, what, shared)
-            self._warn_of_optimizers(name, what)
-
-    def _warn_of_inner(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say that what an optimizer saves has not the state of one in it, or not its own slow weights, as Lookahead often
-        has both. Each is compared once, when there is one."""
+    def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, marks: dict[str, object]) -> None:
+        """Say which of its attributes an optimizer does not save; and the state of one in it, or its slow weights, as
+        Lookahead often has both."""
         kind = type(optimizer).__name__
-        states = {f"the state of {path} in {kind}": tree_leaves(one.state) for path, one in optimizers_in(optimizer)}
+        if others := names_changed(marks, marks_of(optimizer)):
+            held = {id(one) if isinstance(one, Tensor) else repr(one) for one in tree_leaves(optimizer.state_dict())}
+            for attribute in others:
+                parts = tree_leaves(getattr(optimizer, attribute))
+                if not held.issuperset(id(one) if isinstance(one, Tensor) else repr(one) for one in parts):
+                    del marks[attribute]
+                    remedy = "keep it in the optimizer's state or in a registered object"
+                    self._warn(f"{attribute} of {kind} has changed, and no checkpoint has it", remedy)
+        states = {f"the state of {path} in {kind}": [*tensors_in(one.state)] for path, one in optimizers_in(optimizer)}
         own = [held for held in optimizer.state.values() if isinstance(held, dict)]
-        states[f"the slow weights of {kind}"] = [held[key] for held in own for key in held if SLOW.search(str(key))]
-        for what, leaves in states.items():
-            tensors = [one for one in leaves if isinstance(one, Tensor)]
-            if not tensors or (kind, what) in self._compared:
-                continue
-            self._compared.add((kind, what))
-            largest = max(tensors, key=Tensor.numel)
-            kept = [one for one in tree_leaves(optimizer.state_dict()) if isinstance(one, Tensor)]
-            if not any(one is largest or (one.shape == largest.shape and torch.equal(one, largest)) for one in kept):
+        states[f"the slow weights of {kind}"] = [
+            *tensors_in([x[key] for x in own for key in x if SLOW.search(str(key))])
+        ]
+        for what, tensors in states.items():
+            if self._is_missing((kind, what), tensors, optimizer):
                 remedy = "let its state_dict() have it in 'state', and its load_state_dict() take it from there"
                 self._warn(f"no checkpoint has {what}", remedy)
 
-    def _warn_of_optimizers(self, name: str, what: Any) -> None:
-        """Say that a registered object steps an optimizer that its state has not, as a loss with a critic does. Each is
-        compared once, when it has a state."""
-        for path, one in optimizers_in(what):
-            state = [part for part in tree_leaves(one.state) if isinstance(part, Tensor)]
-            known = any(one is other for other in (*self._optimizers, *self._registered.values()))
-            if known or not state or (name, path) in self._compared:
+    def _look_at_registered(self, name: str, what: Any, shared: Mapping[int, object]) -> None:
+        """Say what of an object its state has not: numbers, and once that it learns in tensors or arrays, as a metric of
+        torchmetrics does; and an optimizer that it steps, as a loss with a critic does."""
+        began, others = self._began[name], self._registered.values()
+        now = state_of(what, others)
+        first = {key: one for key, one in began.items() if key in now and now[key].mark != one.mark}
+        lost = lost_at_a_resume(what, first, shared) if first else {}
+        for attribute, held in first.items():
+            is_number = held.number is not None
+            if attribute in lost or not is_number or "." in attribute:  # a copy has shown of these, once, what they are
+                del began[attribute]
+            if attribute not in lost or not (is_number or self._is_learned(name, what, attribute)):
                 continue
-            self._compared.add((name, path))
-            kept = [part for part in tree_leaves(what.state_dict()) if isinstance(part, Tensor)]
-            if not any(part.shape == state[0].shape and torch.equal(part, state[0]) for part in kept):
-                message = f"the state of its {path} is not in its own state"
-                remedy = f"register it, too, as {path.rpartition('.')[2]}={name}.{path}"
-                self._warn(f"run.register({name}=...): {message}", remedy)
-
-    def _warn_of_tensors(self, name: str, what: Any, shared: Mapping[int, object]) -> None:
-        """Say once that a registered object keeps what it learns in tensors or arrays that its state has not, as a metric of
-        torchmetrics does. They may be computed from what its state has."""
-        held, now = self._held[name], tensors_held(what)
-        for attribute in [attribute for attribute, mark in held.items() if mark != mark_of(now.get(attribute, []))]:
-            del held[attribute]
-            if attribute not in now or is_restored(what, attribute, shared):
-                continue
-            if self.carried is not None and not self.carried.is_used_before_set(what, attribute):
-                continue
-            held.clear()
-            torchs = callable(getattr(what, "persistent", None))
-            remedy = "call its persistent(True)" if torchs else "add it to its state_dict and load_state_dict"
-            message = f"its {attribute} has changed, and a resumed run would begin with that of a new one"
+            begins = lost[attribute] if is_number else "that of a new one"
+            keeps = not is_number and callable(getattr(what, "persistent", None))
+            remedy = "call its persistent(True)" if keeps else "add it to its state_dict and load_state_dict"
+            message = f"its {attribute} has changed, and a resumed run would begin with {begins}"
             self._warn(f"run.register({name}=...): {message}", remedy)
-            return
+        for path, one in optimizers_in(what):
+            known = any(one is other for other in (*self._optimizers, *others))
+            if not known and self._is_missing((name, path), [*tensors_in(one.state)], what):
+                remedy = f"register it, too, as {path.rpartition('.')[2]}={name}.{path}"
+                self._warn(f"run.register({name}=...): the state of its {path} is not in its own state", remedy)
+
+    def _is_learned(self, name: str, what: Any, attribute: str) -> bool:
+        """Return whether these tensors of an object are used before they are set anew, and others of it were not yet."""
+        loops = self.carried and self.carried.loops
+        if (name, "") in self._compared or (loops and not loops.is_used_before_set(type(what), attribute)):
+            return False
+        self._compared.add((name, ""))
+        return True
+
+    def _is_missing(self, key: tuple[str, str], tensors: Sequence[Tensor], saved: Any) -> bool:
+        """Return whether the state of an object has not the largest of these tensors. Each is compared once."""
+        if not tensors or key in self._compared:
+            return False
+        self._compared.add(key)
+        largest = max(tensors, key=Tensor.numel)
+        kept = tensors_in(saved.state_dict())
+        return not any(one is largest or (one.shape == largest.shape and torch.equal(one, largest)) for one in kept)

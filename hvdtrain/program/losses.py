@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.program.uses import called, frame_of_program, functions_of, node_of, tree_of
+from hvdtrain.program.source import called, functions_of, syntax_of, values_of
+from hvdtrain.program.uses import frame_of_program
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
@@ -22,6 +23,7 @@ UNDIVIDED_NODES = ("AddBackward0", "SubBackward0", "MulBackward0", "ToCopyBackwa
 SUM_NODES = ("AddBackward0", "SubBackward0", *FACTOR_NODES)
 MOST_NODES = 50
 MEAN, SUM = 1, 2  # of `reduction`, as torch saves it
+OF_CLASSES = "weights of classes"
 # Names that programs give the number of micro-batches, not a loss that is accumulated; and that of ranks.
 PASSES = re.compile(r"^(?!.*loss).*accum")
 RANKS = re.compile(r"world_size|num_replicas|^(run|hvd|engine)\.size$")
@@ -39,32 +41,41 @@ def look_at(
     """
     require_unscaled(loss)
     wrong = odd = ""
+    items: list[float] = []
     # Whatever graph and source the program has, they may not end it: it trains without these lines, too.
     with contextlib.suppress(Exception):
         wrong = factor_in_words(loss, passes, ranks)
         if say is not None and not counted and passes * ranks > 1 and samples:
             odd = what_else(loss, samples)
+        items = [samples, *(number for number, _ in means_in(loss, samples))] if not (counted or odd) else []
     if wrong:
         raise UserError(f"{wrong}: leave that out, gradients are means over all samples of the step")
     if odd and say is not None:
         say(f"warning: {odd}")
-    with contextlib.suppress(Exception):
-        return [] if counted or odd else [samples, *numbers_of_items(loss)]
-    return []
+    return items
 
 
-def numbers_of_items(loss: Tensor) -> Iterator[float]:
-    """Yield of how many items the terms of a loss are means."""
+def means_in(loss: Tensor, samples: int) -> Iterator[tuple[float, str]]:
+    """Yield over how many items the terms of a loss are means; and in words over which, if the data choose them."""
     for node, _ in nodes_of_loss(loss, SUM_NODES):
         kind, inner = type(node).__name__, next(iter(node.next_functions), (None,))[0]
-        if kind == "MeanBackward0":
-            yield node._saved_self_sym_numel
-        elif kind == "DivBackward0" and type(inner).__name__ == "SumBackward0":
-            divisor = 1 / factor_of(node)
-            yield round(divisor) if math.isclose(divisor, round(divisor)) else 1
-        elif getattr(node, "_saved_reduction", None) == MEAN and hasattr(node, "_saved_target"):
-            of_classes = kind.startswith("NllLoss") and node._saved_weight is None
-            yield float(node._saved_total_weight) if of_classes else node._saved_target.numel()
+        if getattr(node, "_saved_reduction", None) == MEAN and hasattr(node, "_saved_target"):
+            items, labels, words = 0.0, node._saved_target.numel(), ""
+            if kind.startswith("NllLoss") and node._saved_weight is None:
+                items = float(node._saved_total_weight)
+                words = f"{items:g} of {labels} labels, without those of ignore_index" if items != labels else ""
+            elif kind.startswith("NllLoss"):
+                words = OF_CLASSES
+            yield items or labels, words
+        elif kind == "MeanBackward0":
+            items = node._saved_self_sym_numel
+            yield items, f"{items:g} items, of {samples} samples" if is_by_mask(inner) else ""
+        elif kind == "DivBackward0":
+            items, is_sum = 1 / factor_of(node), getattr(inner, "_saved_reduction", MEAN) == SUM
+            masked = is_sum or math.isclose(items, mask_of(inner))
+            if masked or type(inner).__name__ == "SumBackward0":
+                words = f"{items:g} items, of {samples} samples" if masked else ""
+                yield round(items) if math.isclose(items, round(items)) else 1, words
 
 
 def unequal_items(of_ranks: Sequence[Sequence[Sequence[float]]]) -> str:
@@ -97,9 +108,11 @@ def what_else(loss: Tensor, samples: int) -> str:
     if is_sum_over(loss, samples):
         remedy = "divide it by their number in the micro-batch, such as loss / len(labels)"
         return f"the loss is a sum over the samples, and not their mean: {remedy}"
-    if items := items_of(loss, samples):
+    # Where each sample may have as many items, it is their mean, too.
+    means = [words for items, words in means_in(loss, samples) if words == OF_CLASSES or items % samples]
+    for words in filter(None, means):
         remedy = "give step.backward(loss, count=...) their number, or the sum of their weights"
-        return f"the loss is a mean over {items}, and not over samples: {remedy}"
+        return f"the loss is a mean over {words}, and not over samples: {remedy}"
     return ""
 
 
@@ -152,9 +165,7 @@ def scaled_by(loss: Tensor, number: int) -> str:
 def has_factor(pattern: re.Pattern[str]) -> bool:
     """Return whether the loss that the program gives to `step.backward` is written as a product or a quotient with what has
     such a name. The number alone may mean another thing: half the sum of two losses is not divided by two micro-batches."""
-    code = frame_of_program().f_code
-    tree = tree_of(code.co_filename)
-    function = None if tree is None else node_of(code, tree)
+    tree, function = syntax_of(frame_of_program().f_code) or (None, None)
     if tree is None or function is None:
         return False
     functions = {node.name: node for node in functions_of(tree)}
@@ -179,15 +190,6 @@ def has_factor(pattern: re.Pattern[str]) -> bool:
         elif (of := functions.get(called(expression))) is not None:
             waiting += [(one.value, of) for one in ast.walk(of) if isinstance(one, ast.Return) and one.value]
     return False
-
-
-def values_of(name: str, function: ast.AST) -> Iterator[ast.expr]:
-    """Yield what a function assigns to a variable; of `name /= value`, the quotient."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
-            yield node.value
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
-            yield ast.BinOp(node.target, node.op, node.value)
 
 
 def is_number(expression: ast.expr, pattern: re.Pattern[str], function: ast.AST, *, follow: bool = True) -> bool:
@@ -219,18 +221,23 @@ def root_of_loss(loss: Tensor) -> Any:
     return next((node for node, _ in nodes_of_loss(loss, FACTOR_NODES) if factor_of(node) == 1.0), None)
 
 
+def factors_in(node: Any) -> Tensor | None:
+    """Return by what a node, such as a sum of weighted losses, has multiplied its values; None: by nothing."""
+    inner = next(iter(node.next_functions), (None,))[0]
+    factors = getattr(inner, "_saved_other", None) if type(inner).__name__ == "MulBackward0" else None
+    return factors.detach() if isinstance(factors, Tensor) else None
+
+
 def is_weighted(node: Any) -> bool:
     """Return whether a sum is of products with weights that add up to 1."""
-    inner = node.next_functions[0][0]
-    weights = getattr(inner, "_saved_other", None) if type(inner).__name__ == "MulBackward0" else None
-    return isinstance(weights, Tensor) and math.isclose(float(weights.detach().sum()), 1.0, rel_tol=1e-3)
+    weights = factors_in(node)
+    return weights is not None and math.isclose(float(weights.sum()), 1.0, rel_tol=1e-3)
 
 
 def mask_of(node: Any) -> float:
     """Return how many values a sum such as (losses * mask).sum() is of; 0 if there is no mask."""
-    inner = node.next_functions[0][0] if type(node).__name__ == "SumBackward0" else None
-    mask = getattr(inner, "_saved_other", None) if type(inner).__name__ == "MulBackward0" else None
-    if not isinstance(mask, Tensor) or mask.numel() < 2 or not bool(((mask == 0) | (mask == 1)).all()):
+    mask = factors_in(node) if type(node).__name__ == "SumBackward0" else None
+    if mask is None or mask.numel() < 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return 0.0
     return float(mask.sum())
 
@@ -240,26 +247,3 @@ def is_by_mask(node: Any) -> bool:
     indices = getattr(node, "_saved_indices", ())
     by_index = any(one is not None and one.dtype is torch.bool for one in indices)
     return by_index or type(node).__name__ == "MaskedSelectBackward0"
-
-
-def items_of(loss: Tensor, samples: int) -> str:
-    """Return in words over which items a loss is a mean, if these are not all values of its samples; empty if they are, or
-    each sample may have as many."""
-    for node, _ in nodes_of_loss(loss, SUM_NODES):
-        kind = type(node).__name__
-        if kind.startswith("NllLoss") and node._saved_reduction == MEAN:
-            if node._saved_weight is not None:
-                return "weights of classes"
-            counted, labels = float(node._saved_total_weight), node._saved_target.numel()
-            if counted != labels and counted % samples:
-                return f"{counted:g} of {labels} labels, without those of ignore_index"
-        elif kind == "DivBackward0":
-            summed, items = node.next_functions[0][0], 1 / factor_of(node)
-            masked = mask_of(summed) or (items if getattr(summed, "_saved_reduction", MEAN) == SUM else 0.0)
-            if masked and math.isclose(items, masked) and round(items) % samples:
-                return f"{items:g} items, of {samples} samples"
-        elif kind == "MeanBackward0" and is_by_mask(node.next_functions[0][0]):
-            items = node._saved_self_sym_numel
-            if items % samples:
-                return f"{items:g} items, of {samples} samples"
-    return ""

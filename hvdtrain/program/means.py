@@ -19,35 +19,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.engines.errors import UserError
-from hvdtrain.program.losses import values_of
-from hvdtrain.program.uses import called, frame_of_program, node_of, tree_of
+from hvdtrain.program.source import called, names_read, syntax_of, values_of
+from hvdtrain.program.uses import frame_of_program
 
 # What a sum may go through and still be one.
-STILL_SUMS = frozenset(
-    {"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy", "add", "add_", "sub", "__rsub__"}
-) | {"clamp", "clamp_min", "maximum"}
+LINEAR = frozenset({"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy", "sub", "__rsub__"})
+LINEAR |= {"clamp", "clamp_min", "maximum"}
 SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 PRODUCTS = frozenset({"mul", "mul_", "__imul__"})
-LOGARITHMS = frozenset({"log", "log10"})
 ADDING = frozenset({"add", "add_", "__iadd__", "__radd__"})
-DIVISORS = {
-    "div": 1,
-    "div_": 1,
-    "__itruediv__": 1,
-    "true_divide": 1,
-    "__rdiv__": 0,
-}  # which argument of a quotient divides
+# Which argument of a quotient divides.
+DIVISORS = {"div": 1, "div_": 1, "__itruediv__": 1, "true_divide": 1, "__rdiv__": 0}
 # Names of metrics of many samples, whatever library has computed them. Such values of each sample may be summed up.
-OF_MANY = re.compile(
-    r"(^|_)(accuracy|acc|f1|fbeta|precision|recall|iou|miou|dice|jaccard|auc|auroc|map|mcc|kappa|bleu|rmse)(_|$)"
-)
+SHARES = "accuracy|acc|f1|fbeta|precision|recall|iou|miou|dice|jaccard|auc|auroc|map|mcc|kappa|bleu|rmse"
+OF_MANY = re.compile(rf"(^|_)({SHARES})(_|$)")
 PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)(_|$)")
-COUNTS = re.compile(
-    r"(^|_)(correct|right|hits|errors|mistakes|wrong)(_|$)"
-)  # with OF_MANY: what is counted among samples
+COUNTS = re.compile(rf"(^|_)(correct|right|hits|errors|mistakes|wrong|{SHARES})(_|$)")  # among samples
 SUMMING, AVERAGING = {"sum", "nansum", "fsum"}, {"mean", "nanmean", "fmean", "average"}  # calls, of any library
 KEEPING = {"float", "item", "float64", "round"}  # what they are given, or called of, is the number itself
 OF_SAMPLES = re.compile(r"len\(|size\(0|size\(\)\[0|shape\[0\]|batch")  # in what divides by their number
+UNITS = (1.0, 100.0, 10.0, -10.0)  # factors of a mean: a percentage, decibels
 MOST_KEPT = 10_000  # scalars of a test set
 MOST_EXPONENT = 700.0  # of which exp is a number of float64
 OF_MEANS: Sequence[Callable[[float], float]] = (
@@ -56,17 +47,33 @@ OF_MEANS: Sequence[Callable[[float], float]] = (
 )  # fmt: skip
 
 
-class Derived(NamedTuple):
-    """A scalar that is computed from means over a batch, or from quotients of its sums. value: kept, so that no other
-    object gets its id. adds_up: whether it is a sum over this number of samples all the same. terms: of how many it is the
-    sum, which may be those of single samples. is_multiplied: by a number, which may be the one of its items."""
+class Noted(NamedTuple):
+    """What is known of a scalar: it was a sum over a batch, or a mean, or follows from these.
 
-    value: object
-    is_quotient: bool
-    adds_up: Callable[[int], bool]
+    value: kept, so that no other object gets its id. factor, divisor: numbers of Python by which it was multiplied and
+    divided since. terms: how many were added up to it, which may be those of single samples. rows: what a sum is of.
+    """
+
+    value: Any
+    is_sum: bool
+    factor: float = 1.0
+    divisor: float = 1.0
     terms: int = 1
-    is_multiplied: bool = False
-    is_logarithm: bool = False  # so that a factor is that of decibels
+    is_quotient: bool = False
+    rows: object = None
+
+    def adds_up(self, samples: int) -> bool:
+        """Return whether this is a sum over so many samples, whatever it began as."""
+        if not self.is_sum:  # also a mean times the number of samples, or of their values
+            return self.terms == samples or (not self.is_quotient and self.factor / self.divisor % samples == 0)
+        if isinstance(self.rows, Tensor) and self.rows.is_floating_point():
+            # Ones, and each divided by their number, add up to a share.
+            apart = self.rows[self.rows > 0] * samples - 1
+            if len(apart) and bool((apart.abs() < 1e-6).all()):
+                return False
+        # Times `1 / batch_size`, or `100.0 / batch_size`, a percentage.
+        shares = (1.0, 100.0) if self.divisor == 1 else (self.divisor,)
+        return not any(math.isclose(self.factor * samples, one) for one in shares)
 
 
 class Means(TorchFunctionMode):
@@ -80,8 +87,7 @@ class Means(TorchFunctionMode):
         """say: called with a warning. known: names of values that were recorded before, in another evaluation."""
         super().__init__()
         self.say, self.known = say, known
-        self._derived: dict[int, Derived] = {}  # by id
-        self._sums: dict[int, tuple[object, object]] = {}  # with what it is the sum of
+        self._noted: dict[int, Noted] = {}  # by id
         self._depth: int | None = None  # of the stack of such modes, with this one; None: it is not there
 
     def __enter__(self) -> "Means":
@@ -106,77 +112,58 @@ class Means(TorchFunctionMode):
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
         if not isinstance(result, float) and not (isinstance(result, Tensor) and result.numel() == 1):
             return result
-        if len(self._derived) + len(self._sums) > MOST_KEPT:
+        if len(self._noted) > MOST_KEPT:
             self.stop()
-            return result
-        if name == "mean" or is_mean_loss(func, args, kwargs or {}):
-            self._derived[id(result)] = Derived(result, False, lambda samples: False)
+        elif name == "mean" or is_mean_loss(func, args, kwargs or {}):
+            self._noted[id(result)] = Noted(result, is_sum=False)
         elif name in SUMS:
-            self._sums[id(result)] = result, next(iter(args), None)
-        else:
-            self._follow(name, args, result)
+            self._noted[id(result)] = Noted(result, is_sum=True, rows=next(iter(args), None))
+        elif noted := [self._noted[id(one)] for one in args if id(one) in self._noted]:
+            self._noted.pop(id(result), None)  # of a function that works in place
+            if (known := self._followed(name, args, noted)) is not None:
+                self._noted[id(result)] = known._replace(value=result)
         return result
 
-    def _follow(self, name: str, args: Sequence[Any], result: object) -> None:
-        """Note what a function of scalars returns."""
-        of_sums = any(id(one) in self._sums for one in args)
-        before = next((self._derived[id(one)] for one in args if id(one) in self._derived), None)
+    def _followed(self, name: str, args: Sequence[Any], noted: Sequence[Noted]) -> Noted | None:
+        """Return what is known of the result of a function of scalars; None: nothing. noted: of these arguments."""
+        known = next((one for one in noted if not one.is_sum), noted[0])
+        number = next((one for one in args if type(one) in (int, float)), 0)
         divisor = args[DIVISORS[name]] if name in DIVISORS and len(args) == 2 else None
-        if id(divisor) in self._sums or id(divisor) in self._derived:
-            self._derived[id(result)] = Derived(result, True, lambda samples: False)
-        elif of_sums and type(divisor) is int:
-            self._derived[id(result)] = Derived(result, False, lambda samples: samples != divisor)
-        elif of_sums and name in PRODUCTS and (factor := next((one for one in args if type(one) is float), None)):
-            # By `100.0 / batch_size`, a percentage.
-            self._derived[id(result)] = Derived(
-                result, False, lambda samples: not any(math.isclose(factor * samples, one) for one in (1.0, 100.0))
-            )
-        elif before is not None and name in PRODUCTS:
-            number = next((one for one in args if type(one) in (int, float)), None)
-            if number is not None and not before.is_quotient:  # a mean times the number of samples, or of their values
-                adds_up = before.adds_up
-                self._derived[id(result)] = Derived(
-                    result, False, lambda samples: number % samples == 0 or adds_up(samples),
-                    is_multiplied=not before.is_logarithm, is_logarithm=before.is_logarithm,
-                )  # fmt: skip
-            elif number is None:  # a tensor, such as the number of tokens
-                self._derived.pop(id(result), None)
-            else:
-                self._derived[id(result)] = before._replace(value=result)
-        elif before is not None:
-            terms = sum(self._derived[id(one)].terms for one in args if id(one) in self._derived)
-            logarithm = before.is_logarithm or name in LOGARITHMS
-            terms = terms if name in ADDING else 1
-            self._derived[id(result)] = before._replace(value=result, terms=terms, is_logarithm=logarithm)
-        elif of_sums and name in STILL_SUMS | PRODUCTS:
-            self._sums[id(result)] = result, next(self._sums[id(one)][1] for one in args if id(one) in self._sums)
+        if id(divisor) in self._noted:
+            return Noted(None, is_sum=False, is_quotient=True)
+        if number and name in DIVISORS:
+            return known._replace(divisor=known.divisor * number, terms=1)
+        if number and name in PRODUCTS and not (known.is_sum and type(number) is int):  # such as twice the sum
+            return known._replace(factor=known.factor * number, terms=1)
+        if name in ADDING:
+            return known._replace(terms=sum(one.terms for one in noted if not one.is_sum))
+        # A mean times a tensor, such as the number of tokens, may be anything, and so may the root of a sum.
+        goes_on = name in LINEAR | PRODUCTS if known.is_sum else name not in PRODUCTS
+        return known if goes_on else None
+
+    def _means(self) -> list[Noted]:
+        """Return what is known of the means that the program has as numbers of Python."""
+        return [one for one in self._noted.values() if isinstance(one.value, float) and not one.is_sum]
 
     def is_sum(self, value: float | Tensor, samples: int) -> bool:
         """Return whether a number is known to be a sum over this number of samples, though it may look like a share."""
-        if id(value) in self._sums:
-            rows = self._sums[id(value)][1]
-            # Ones, and each divided by their number, add up to a share.
-            apart = rows[rows > 0] * samples - 1 if isinstance(rows, Tensor) and rows.is_floating_point() else None
-            return apart is None or not bool((apart.abs() < 1e-6).all())
-        if (known := self._derived.get(id(value))) is not None:
-            return known.terms == samples or known.adds_up(samples)
-        means = [one.value for one in self._derived.values() if isinstance(one.value, float)]
-        return len(means) >= samples and math.isclose(
-            float(value), sum(means[-samples:]), rel_tol=1e-9
-        )  # each sample's
+        if (known := self._noted.get(id(value))) is not None:
+            return known.adds_up(samples)
+        last = [one.value for one in self._means()[-samples:]]  # each sample's
+        return len(last) == samples and math.isclose(float(value), sum(last), rel_tol=1e-9)
 
-    def of(self, value: object, samples: int, *, by_value: bool) -> Derived | None:
-        """Return what `value` follows from, unless it is a sum over this number of samples. by_value: also if it is a
-        function of a mean, by which Python may have computed it."""
-        known = self._derived.get(id(value))
+    def of(self, value: object, samples: int, *, by_value: bool) -> Noted | None:
+        """Return from which mean or quotient `value` follows, unless it is a sum over this number of samples. by_value: also
+        if it is a function of a mean, by which Python may have computed it."""
+        known = self._noted.get(id(value))
         if known is None and isinstance(value, float) and by_value and not self.is_sum(value, samples):
-            known = next((one for one in self._derived.values() if is_function_of(one.value, value, samples)), None)
-        return None if known is None or known.terms == samples or known.adds_up(samples) else known
+            known = next((one for one in self._means() if is_function_of(one.value, value, samples)), None)
+        return None if known is None or known.adds_up(samples) else known
 
     def is_average(self, value: object, batches: int) -> bool:
         """Return whether a number is between the means that the program has taken of batches, as an average of them is; or
         their sum by the number of all ranks' batches."""
-        means = [one.value for one in self._derived.values() if isinstance(one.value, float) and not one.is_multiplied]
+        means = [one.value for one in self._means() if one.factor in UNITS]
         if not isinstance(value, float) or not means:
             return False
         by_all = batches > 0 and math.isclose(value * batches, sum(means), rel_tol=1e-9)
@@ -195,64 +182,60 @@ def as_written(name: str, samples: int, *, ended: bool) -> str:
     """Return "sum" or "mean" if the program writes the value of this name as one where it calls `run.record`; else an empty
     text. ended: after the last batch, so that what was added up may be means of batches."""
     frame = frame_of_program()
-    return kind_as_written(frame.f_code, frame.f_lineno, name, samples, ended)
+    kind = kind_as_written(frame.f_code, frame.f_lineno, name, samples)
+    return "" if kind == "added" and ended else kind.replace("added", "sum")
 
 
 @functools.lru_cache(maxsize=4096)
-def kind_as_written(code: CodeType, line: int, name: str, samples: int, ended: bool) -> str:
-    """Return the same of the call of `run.record` in this line of a function."""
-    tree = tree_of(code.co_filename)
-    function = None if tree is None else node_of(code, tree)
-    if function is None:
-        return ""
-    calls = [one for one in ast.walk(function) if isinstance(one, ast.Call) and called(one) == "record"]
-    calls = [one for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno)]
-    kinds = {
-        kind_of_value(one.value, function, call, samples) for call in calls for one in call.keywords if one.arg == name
-    }
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    return "" if kind == "added" and ended else kind.replace("added", "sum")
+def kind_as_written(code: CodeType, line: int, name: str, samples: int) -> str:
+    """Return `kind_of_value` of what the call of `run.record` in this line of a function gives for a name."""
+    _, function = syntax_of(code) or (None, None)
+    kinds = set[str]()
+    for call in ast.walk(function) if function is not None else ():
+        if isinstance(call, ast.Call) and called(call) == "record" and call.lineno <= line <= (call.end_lineno or 0):
+            kinds |= {kind_of_value(one.value, function, call, samples) for one in call.keywords if one.arg == name}  # type: ignore[arg-type] # a function
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def kind_of_value(value: ast.expr, function: ast.AST, call: ast.Call, samples: int) -> str:
     """Return what an expression is: a "sum", a "mean", "added" in a loop without this `call` of `run.record`; or ""."""
-    if called(value) in KEEPING:
-        inner = value.func.value if called(value) == "item" else value.args[0]  # type: ignore[attr-defined] # a call
-        return kind_of_value(inner, function, call, samples)
-    if called(value) in AVERAGING:
-        return "mean"
-    if called(value) in SUMMING:
-        return "" if divides_by_samples(value) else "sum"
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and isinstance(value.right, ast.Constant):
-        left = kind_of_value(value.left, function, call, samples)
-        return "" if left == "sum" and value.right.value == samples else left
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
-        sides = [(kind_of_value(value.left, function, call, samples), value.right)]
-        sides += [(kind_of_value(value.right, function, call, samples), value.left)]
-        factor = next((other for kind, other in sides if kind == "mean"), None)
-        if isinstance(factor, ast.Constant) and isinstance(
-            factor.value, int | float
-        ):  # such as 100, for a share in percent
-            return "mean" if factor.value % samples else "sum"
-        return "sum" if factor is not None and OF_SAMPLES.search(ast.unparse(factor)) else ""
-    if not isinstance(value, ast.Name):
-        return ""
-    nodes, parts = list(ast.walk(function)), list(values_of(value.id, function))
-    if len(parts) != sum(
-        isinstance(one, ast.Name) and one.id == value.id and type(one.ctx) is ast.Store for one in nodes
-    ):
-        return ""  # also set as one of several, or by a loop
-    sums = [one for one in nodes if isinstance(one, ast.AugAssign) and ast.unparse(one.target) == value.id]
-    if not sums:
-        named = [{getattr(part, "id", "") for part in ast.walk(one)} for one in parts]
-        others = [one for one, names in zip(parts, named, strict=True) if value.id not in names]
-        kinds = {kind_of_value(one, function, call, samples) for one in others}
+    match value:
+        case ast.Call(ast.Attribute(inner, "item")) | ast.Call(_, [inner, *_]) if called(value) in KEEPING:
+            return kind_of_value(inner, function, call, samples)
+        case ast.Call() if called(value) in AVERAGING:
+            return "mean"
+        case ast.Call() if called(value) in SUMMING:
+            return "" if divides_by_samples(value) else "sum"
+        case ast.BinOp(left, ast.Div(), ast.Constant(divisor)):
+            kind = kind_of_value(left, function, call, samples)
+            return "" if kind == "sum" and divisor == samples else kind
+        case ast.BinOp(left, ast.Mult(), right):
+            for side, factor in ((left, right), (right, left)):
+                if kind_of_value(side, function, call, samples) == "mean":
+                    if isinstance(factor, ast.Constant):  # such as 100, for a share in percent
+                        return "mean" if factor.value % samples else "sum"  # type: ignore[operator] # a number
+                    return "sum" if OF_SAMPLES.search(ast.unparse(factor)) else ""
+        case ast.Name(name):
+            return kind_of_variable(name, function, call, samples)
+    return ""
+
+
+def kind_of_variable(name: str, function: ast.AST, call: ast.Call, samples: int) -> str:
+    """Return the same of a variable of a function."""
+    nodes, values = list(ast.walk(function)), values_of(name, function)
+    stores = [one for one in nodes if isinstance(one, ast.Name) and one.id == name and type(one.ctx) is ast.Store]
+    if len(values) != len(stores):
+        return ""  # also set by a loop, or as what a call returns
+    added = [one for one in nodes if isinstance(one, ast.AugAssign) and ast.unparse(one.target) == name]
+    if not added:
+        first = [one for one in values if name not in names_read(one)]  # not from itself
+        kinds = {kind_of_value(one, function, call, samples) for one in first}
         return kinds.pop() if len(kinds) == 1 else ""
     loops = [list(ast.walk(one)) for one in nodes if isinstance(one, ast.For)]
     apart = [loop for loop in loops if call not in loop]
-    adds = all(isinstance(one.op, ast.Add) and any(one in loop for loop in apart) for one in sums)
-    begins = all(isinstance(one, ast.Constant | ast.BinOp) for one in parts)
-    return "added" if adds and begins and not any(map(divides_by_samples, sums)) else ""
+    adds = all(isinstance(one.op, ast.Add) and any(one in loop for loop in apart) for one in added)
+    begins = all(isinstance(one, ast.Constant | ast.BinOp) for one in values)
+    return "added" if adds and begins and not any(map(divides_by_samples, added)) else ""
 
 
 def divides_by_samples(part: ast.AST) -> bool:
@@ -280,10 +263,8 @@ def is_mean_loss(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
         return False
     parameters = inspect.signature(func).parameters
     given = dict(zip(parameters, args, strict=False)) | named
-    return "reduction" in parameters and given.get("reduction", parameters["reduction"].default) in (
-        "mean",
-        "batchmean",
-    )
+    default = parameters["reduction"].default if "reduction" in parameters else "none"
+    return given.get("reduction", default) in ("mean", "batchmean")
 
 
 def require_no_counts(values: Mapping[str, object], samples: int) -> None:
@@ -292,7 +273,7 @@ def require_no_counts(values: Mapping[str, object], samples: int) -> None:
     for name, value in values.items():
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         is_count = type(number) is int and 1 < number <= samples
-        if is_count and (COUNTS.search(name) or OF_MANY.search(name)):
+        if is_count and COUNTS.search(name):
             message = f"step.record({name}={number}) got a count of {samples} samples, and takes a mean"
             raise UserError(f"{message}: give it a value for each sample, such as (predicted == labels).float()")
 
@@ -309,7 +290,7 @@ def require_sum(
     # The means of later batches are not noted.
     derived = means.of(value, samples, by_value=first and written != "sum")
     first = first and name not in means.known
-    if derived and derived.is_multiplied and count is not None:  # the mean over tokens, times their number
+    if derived and derived.factor != 1 and count is not None:  # the mean over tokens, times their number
         derived = None
     number = float(value) if first and count is None and isinstance(value, float | Tensor) else 0.0
     # A perplexity is 1 or more, and so is that of each sample.

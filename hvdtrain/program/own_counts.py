@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from hvdtrain.program.shown import SAYING, names_stored
-from hvdtrain.program.uses import called, functions_of, node_of, tree_of, variables_of
+from hvdtrain.program.shown import SAYING
+from hvdtrain.program.source import assigned, called, functions_of, names_stored, syntax_of, tree_of
+from hvdtrain.program.uses import variables_of
 
 OF_ROWS = re.compile("arange|label|target|offset")  # where the rows of a rank are sought
 # In what makes a length that of all ranks, or of samples; and in a speed.
@@ -21,8 +22,7 @@ OF_ALL = re.compile("size|world|accum|ranks|replicas|batch|total_steps|time|seco
 
 def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]:
     """Yield the functions of the program's file in which names stand for this object, with these names."""
-    tree = tree_of(frame.f_code.co_filename)
-    own = None if tree is None else node_of(frame.f_code, tree)
+    tree, own = syntax_of(frame.f_code) or (None, None)
     if tree is None or own is None:
         return
     local = {name for name, value in variables_of(frame).items() if value is what}
@@ -76,20 +76,13 @@ def steps_of_one_process(frame: FrameType, loader: object, steps: int) -> str:
     if not isinstance(loader, DataLoader) or len(loader) == steps:
         return ""
     for function, names in scopes_of(frame, loader):
-        divided = {  # variables that know of ranks
-            target.id
-            for one in inside(function) if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp | ast.Attribute)
-            for target in one.targets
-            if isinstance(target, ast.Name) and any(map(OF_ALL.search, identifiers(one.value)))
-        }  # fmt: skip
-        lengths = {  # variables that are the length itself
-            target.id: ast.unparse(one.value)
-            for one in inside(function) if isinstance(one, ast.Assign) and is_length_of(one.value, names)
-            for target in one.targets if isinstance(target, ast.Name)
-        }  # fmt: skip
+        values = [(target.id, value) for target, value in assigned(function) if isinstance(target, ast.Name)]
+        lengths = {name: ast.unparse(value) for name, value in values if is_length_of(value, names)}
+        computed = [(name, value) for name, value in values if isinstance(value, ast.BinOp | ast.Attribute)]
+        of_ranks = {name for name, value in computed if any(map(OF_ALL.search, identifiers(value)))}
         for parts in statements_of(function):
             words = set[str]().union(*map(identifiers, parts))
-            if words & divided or any(map(OF_ALL.search, words)) or any(called(one) in SAYING for one in parts):
+            if words & of_ranks or any(map(OF_ALL.search, words)) or any(called(one) in SAYING for one in parts):
                 continue
             for factor in (one for part in parts for one in ast.walk(part) if isinstance(one, ast.BinOp)):
                 sides = [one for side in (factor.left, factor.right) for one in ast.walk(side)]

@@ -8,46 +8,66 @@ Unlike uses.py, this reads the program's source, which has its branches as they 
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from types import CodeType
-from typing import TypeGuard
 
-from hvdtrain.program.uses import VARIABLES, called, first_uses, node_of, tree_of
+from hvdtrain.program.source import assigned, called, functions_of, name_read, names_read, names_stored, syntax_of
+from hvdtrain.program.uses import VARIABLES, first_uses
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
 CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
 CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
-CHANGED_BY_EPOCHS = frozenset(
-    {"best", "evaluation", "state", "progress", "loss"}
-)  # what epochs change in `run`, and in its steps
+CHANGED_BY_EPOCHS = frozenset({"best", "evaluation", "state", "progress", "loss"})  # in `run`, and in its steps
 ASKING = frozenset({"len", "range", "int", "callable", "isinstance"})
+
+
+# ---- it only decides what is printed
 
 
 def only_decides_prints(code: CodeType, name: str) -> bool:
     """Return whether all uses of a variable or an attribute of this name are such, in the file of this code."""
-    tree = tree_of(code.co_filename)
-    if tree is None or not uses(tree, name):
-        return False
-    if node_of(code, tree) is None:
+    tree, _ = syntax_of(code) or (None, None)
+    if tree is None or name not in names_read(tree):
         return False
     clocks = clocks_of(tree)
-    if is_of_the_clock(tree, name, clocks):
+    return is_of_the_clock(tree, name, clocks) or all(is_harmless(one, name, clocks) for one in tree.body)
+
+
+def is_harmless(node: ast.AST, name: str, clocks: Set[str]) -> bool:
+    """Return whether a statement does no more with the name than to change it, and to decide by it what it prints. clocks:
+    the variables that have a time."""
+    if name not in names_read(node):
         return True
-    return all(is_harmless(statement, name, clocks) for statement in tree.body)
+    if isinstance(node, ast.FunctionDef) and is_text_by_the_clock(node):
+        return True
+    if isinstance(node, ast.If) and name in names_read(node.test):
+        return all(only_says(one, name) for one in (*node.body, *node.orelse))
+    blocks = [part for field in ("body", "orelse", "finalbody", "handlers") for part in getattr(node, field, [])]
+    if blocks and not isinstance(node, ast.IfExp | ast.Lambda):
+        heads = [one for one in ast.iter_child_nodes(node) if one not in blocks]
+        return all(name not in names_read(one) for one in heads) and all(is_harmless(x, name, clocks) for x in blocks)
+    # What follows from the clock is no part of a training.
+    return only_says(node, name) or has_clock(node, set()) or only_by_time(node, name, clocks)
 
 
-def assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield what is assigned to, with its value; of tuples, each part."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
-            yield node.target, node.value
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    yield from zip(target.elts, node.value.elts, strict=False)
-                else:
-                    yield target, node.value
+def only_says(node: ast.AST, name: str) -> bool:
+    """Return whether a statement says something else, or changes the name's value alone."""
+    match node:
+        case ast.Pass():
+            return True
+        case ast.If():
+            return all(only_says(one, name) for one in (*node.body, *node.orelse))
+        case ast.Expr(ast.Call(ast.Attribute(held, attr))) if name_read(held) == name:
+            return attr in CHANGING
+        case ast.Expr(call):
+            return called(call) in SAYING and name not in names_read(call)
+    targets = [target for target, _ in assigned(node)]
+    return bool(targets) and all(getattr(one, "id", getattr(one, "attr", None)) == name for one in targets)
+
+
+def has_clock(node: ast.AST, clocks: Set[str]) -> bool:
+    return any(called(one) in CLOCK_CALLS or getattr(one, "id", None) in clocks for one in ast.walk(node))
 
 
 @functools.cache
@@ -60,28 +80,50 @@ def clocks_of(tree: ast.AST) -> frozenset[str]:
     return frozenset(timed - others)
 
 
-def has_clock(node: ast.AST, clocks: Set[str]) -> bool:
-    return any(called(one) in CLOCK_CALLS or getattr(one, "id", None) in clocks for one in ast.walk(node))
+def only_by_time(node: ast.AST, name: str, clocks: Set[str]) -> bool:
+    """Return whether a statement prints a value as a rate alone: divided by a time."""
+    if not (isinstance(node, ast.Expr) and called(node.value) in SAYING):
+        return False
+    rates = [one for one in ast.walk(node) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div)]
+    return uses_are_in(node, name, [one.left for one in rates if has_clock(one.right, clocks)])
 
 
-def name_written(node: ast.AST) -> str | None:
-    """Return the name of a variable or an attribute, or of that of which this is a part."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return getattr(node, "id", getattr(node, "attr", None))
+def uses_are_in(node: ast.AST, name: str, parts: list[ast.expr]) -> bool:
+    """Return whether a name is read in these parts of a node alone."""
+    known = {id(inner) for part in parts for inner in ast.walk(part)}
+    return all(id(one) in known for one in ast.walk(node) if name_read(one) == name)
+
+
+def is_text_by_the_clock(function: ast.FunctionDef) -> bool:
+    """Return whether a function only returns a text that it makes with the clock, such as the time that is left."""
+    nodes = list(ast.walk(function))
+    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+    texts = bool(returned) and all(isinstance(value, ast.JoinedStr) for value in returned)
+    keeps = any(isinstance(getattr(x, "ctx", None), ast.Store) and not isinstance(x, ast.Name) for x in nodes)
+    return texts and not keeps and has_clock(function, set())
 
 
 @functools.cache
 def is_of_the_clock(tree: ast.AST, name: str, clocks: Set[str]) -> bool:
     """Return whether a value sums times, and the program else prints it alone."""
     writes = [(target, value) for target, value in assigned(tree) if name_written(target) == name]
-    sums = [value for _, value in writes if has_clock(value, clocks)]
-    fresh = [value for _, value in writes if isinstance(value, ast.Constant | ast.Call | ast.Dict | ast.List)]
-    if not sums or len({id(value) for value in (*sums, *fresh)}) < len(writes):
+    timed = [has_clock(value, clocks) for _, value in writes]
+    own = [getattr(value, "right", value) if getattr(value, "left", 0) is target else value for target, value in writes]
+    begins = [isinstance(value, ast.Constant | ast.Call | ast.Dict | ast.List) for value in own]
+    if not any(timed) or not all(one or other for one, other in zip(timed, begins, strict=True)):
         return False
-    says = [one for one in ast.walk(tree) if isinstance(one, ast.Expr) and called(one.value) in SAYING]
-    known = {id(part) for one in (*says, *(target for target, _ in writes)) for part in ast.walk(one)}
-    return all(id(node) in known for node in ast.walk(tree) if is_use(node, name))
+    says = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr) and called(x.value) in SAYING]
+    return uses_are_in(tree, name, [*says, *(target for target, _ in writes)])
+
+
+def name_written(target: ast.AST) -> str | None:
+    """Return the name of a variable or an attribute, or of that of which this is a part."""
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return getattr(target, "id", getattr(target, "attr", None))
+
+
+# ---- the best epochs set it, for the end
 
 
 def is_left(code: CodeType, offset: int, variable: str) -> bool:
@@ -98,99 +140,81 @@ def is_left(code: CodeType, offset: int, variable: str) -> bool:
 def is_set_by_number(code: CodeType, name: str) -> bool:
     """Return whether each branch in which epochs set a variable is taken by the number of the epoch or the step, or by what
     no epoch changes, such as a flag: the last epoch sets it, or none does."""
-    tree = tree_of(code.co_filename)
-    node = None if tree is None else node_of(code, tree)
-    if tree is None or node is None:
+    tree, function = syntax_of(code) or (None, None)
+    if tree is None or function is None:
         return False
-    loops = [one for one in ast.walk(node) if isinstance(one, ast.For) and "epochs" in map(called, ast.walk(one.iter))]
-    attributes = {
-        one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    }
+    attributes = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute) and type(one.ctx) is ast.Store}
+    loops = loops_over("epochs", function)
     for loop in loops:
         stored = set[str]().union(*map(names_stored, loop.body))
-        stored -= set[str]().union(*(names_stored(one.target) for one in ast.walk(loop) if is_of_steps(one)))
-        for one in (part for part in ast.walk(loop) if isinstance(part, ast.If | ast.While)):
-            if name in names_stored(one) and not all(
-                is_fixed(part, stored, attributes | CHANGED_BY_EPOCHS) for part in ast.walk(one.test)
-            ):
-                return False
+        stored -= set[str]().union(*(names_stored(one.target) for one in loops_over("steps", loop)))
+        branches = [one for one in ast.walk(loop) if isinstance(one, ast.If | ast.While) and name in names_stored(one)]
+        if any(changes(part, stored, attributes | CHANGED_BY_EPOCHS) for x in branches for part in ast.walk(x.test)):
+            return False
     return bool(loops)
 
 
-def is_of_steps(node: ast.AST) -> TypeGuard[ast.For]:
-    return isinstance(node, ast.For) and "steps" in map(called, ast.walk(node.iter))
-
-
-@functools.cache
-def names_stored(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-
-
-def is_fixed(node: ast.AST, names: set[str], attributes: Set[str]) -> bool:
-    """Return whether a part of a condition is none of these names or attributes, and no call that may change."""
+def changes(node: ast.AST, names: Set[str], attributes: Set[str]) -> bool:
+    """Return whether a part of a condition is one of these names or attributes, or a call that may give something else."""
     if isinstance(node, ast.Call):
-        return called(node) in ASKING
-    return getattr(node, "id", None) not in names and getattr(node, "attr", None) not in attributes
+        return called(node) not in ASKING
+    return getattr(node, "id", None) in names or getattr(node, "attr", None) in attributes
+
+
+def loops_over(what: str, part: ast.AST) -> list[ast.For]:
+    """Return the loops over `run.epochs(...)` or `run.steps(...)` in a part of a file."""
+    loops = [one for one in ast.walk(part) if isinstance(one, ast.For)]
+    return [one for one in loops if what in map(called, ast.walk(one.iter))]
+
+
+# ---- each key of a dictionary is set anew
 
 
 def only_sets_keys(code: CodeType, name: str, value: object) -> bool:
     """Return whether the function of this code, or a thread of the program, sets each key of a dictionary anew, and whoever
     else reads it is a thread or is not called, as a server of what is going on."""
-    tree = tree_of(code.co_filename)
-    node = None if tree is None else node_of(code, tree)
-    if tree is None or node is None or node is tree or not isinstance(value, dict):
+    tree, main = syntax_of(code) or (None, None)
+    if tree is None or main is tree or not isinstance(value, dict):
         return False
-    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and (one is node or uses(one, name))]
-    inside = {id(one) for function in functions for one in ast.walk(function)}
-    keys, threads = dict[str, set[object]](), threads_of(tree)
-    for function in functions:
-        if function is not node and function.name not in threads:
-            if uses(tree, function.name):
+    threads, keys = threads_of(tree), dict[ast.AST, set[object]]()
+    users = [one for one in functions_of(tree) if one is main or name in names_read(one)]
+    if not uses_are_in(tree, name, users):  # type: ignore[arg-type] # of the module
+        return False
+    for function in users:
+        if function is main or function.name in threads:
+            keys[function], changes = keys_set(function, name)
+            if changes:
                 return False
-            continue
-        found = [keys_set(one, name) for one in statements_in(function)]
-        known = {id(held) for held, _ in found if held is not None}
-        own = keys[function.name] = {key for _, some in found for key in some}
-        parts = [one for one in ast.walk(function) if not known & {id(one), id(getattr(one, "value", None))}]
-        if any(is_use(one, name) if own else is_changed(one, name) for one in parts):
+        elif function.name in names_read(tree):
             return False
-    if any(is_use(one, name) and id(one) not in inside for one in ast.walk(tree)):
-        return False
-    readers = [one for one in functions if not keys.get(one.name, True)]  # of what others set
-    return set[object]().union(*keys.values()) == set(value) and (node not in readers or len(keys) > 1)
+    of_others = len(keys) > 1
+    return set[object]().union(*keys.values()) == set(value) and (bool(keys[main]) or of_others)  # type: ignore[index]
+
+
+def keys_set(function: ast.FunctionDef, name: str) -> tuple[set[object], bool]:
+    """Return which keys of a dictionary a function sets whenever it is called, and whether it does more: reads it, too, or
+    changes it otherwise."""
+    keys, known = set[object](), set[int]()
+    for statement in statements_in(function):
+        match statement:
+            case ast.Assign([ast.Subscript(held, ast.Constant(key))]) if name_read(held) == name:
+                keys, known = keys | {key}, known | {id(held)}
+            case ast.Expr(ast.Call(ast.Attribute(held, "update"), [], words)) if name_read(held) == name:
+                keys, known = keys | {one.arg for one in words}, known | {id(held)}
+    if keys:
+        return keys, any(name_read(one) == name and id(one) not in known for one in ast.walk(function))
+    parts = [one for one in ast.walk(function) if isinstance(one, ast.Subscript | ast.Attribute)]
+    parts = [one for one in parts if name_read(one.value) == name]
+    return keys, any(not isinstance(x.ctx, ast.Load) or getattr(x, "attr", None) in CHANGING for x in parts)
 
 
 def threads_of(tree: ast.AST) -> set[str]:
     """Return the names of functions that the program uses as the target of a thread alone."""
-    targets = {
-        word.value.id: id(word.value)
-        for one in ast.walk(tree)
-        if called(one) in ("Thread", "Timer")
-        for word in getattr(one, "keywords", ())
-        if word.arg in ("target", "function") and isinstance(word.value, ast.Name)
-    }
-    return {
-        name for name, at in targets.items() if not any(is_use(one, name) and id(one) != at for one in ast.walk(tree))
-    }
-
-
-def is_changed(node: ast.AST, name: str) -> bool:
-    """Return whether a node changes a part of a collection of this name."""
-    if isinstance(node, ast.Subscript):
-        return not isinstance(node.ctx, ast.Load) and is_use(node.value, name)
-    return isinstance(node, ast.Attribute) and node.attr in CHANGING and is_use(node.value, name)
-
-
-def keys_set(statement: ast.stmt, name: str) -> tuple[object, Sequence[object]]:
-    """Return the use of a dictionary of this name in a statement that sets some of its keys, and these."""
-    held: ast.expr | None = None
-    keys: list[object] = []
-    match statement:
-        case ast.Assign(targets=[ast.Subscript(value=held, slice=ast.Constant(key))]):
-            keys = [key]
-        case ast.Expr(ast.Call(func=ast.Attribute(value=held, attr="update"), args=[], keywords=words)):
-            keys = [one.arg for one in words]
-    return (held, keys) if held is not None and is_use(held, name) else (None, [])
+    words = [
+        word for one in ast.walk(tree) if called(one) in ("Thread", "Timer") for word in getattr(one, "keywords", ())
+    ]
+    targets = [word.value for word in words if word.arg in ("target", "function")]
+    return {one.id for one in targets if isinstance(one, ast.Name) and uses_are_in(tree, one.id, targets)}
 
 
 def statements_in(node: ast.AST) -> Iterator[ast.stmt]:
@@ -199,79 +223,3 @@ def statements_in(node: ast.AST) -> Iterator[ast.stmt]:
         yield one
         if isinstance(one, ast.For | ast.While | ast.With | ast.Try):
             yield from statements_in(one)
-
-
-def is_use(node: ast.AST, name: str) -> bool:
-    """Return whether a node reads a variable or an attribute of this name."""
-    return name_read(node) == name
-
-
-def name_read(node: ast.AST) -> str | None:
-    """Return the name of the variable or the attribute that a node reads, if it does."""
-    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-        return node.id if isinstance(node, ast.Name) else node.attr
-    return None
-
-
-@functools.cache
-def names_read(node: ast.AST) -> frozenset[str | None]:
-    """Return the names that are read in a node. It is asked for each variable, and a tree is kept: `tree_of`."""
-    return frozenset(map(name_read, ast.walk(node)))
-
-
-def uses(node: ast.AST, name: str) -> bool:
-    return name in names_read(node)
-
-
-def is_harmless(node: ast.AST, name: str, clocks: Set[str]) -> bool:
-    """Return whether a statement does no more with the name than to change it, and to decide by it what it prints. clocks:
-    the variables that have a time."""
-    if not uses(node, name):
-        return True
-    if isinstance(node, ast.FunctionDef) and is_text_by_the_clock(node):
-        return True
-    if isinstance(node, ast.If) and uses(node.test, name):
-        return all(only_says(one, name) for one in (*node.body, *node.orelse))
-    blocks = [part for field in ("body", "orelse", "finalbody", "handlers") for part in getattr(node, field, [])]
-    if blocks and not isinstance(node, ast.IfExp | ast.Lambda):
-        heads = [one for one in ast.iter_child_nodes(node) if one not in blocks]
-        return not any(uses(one, name) for one in heads) and all(is_harmless(one, name, clocks) for one in blocks)
-    # What follows from the clock is no part of a training.
-    return only_says(node, name) or has_clock(node, set()) or only_by_time(node, name, clocks)
-
-
-def only_by_time(node: ast.AST, name: str, clocks: Set[str]) -> bool:
-    """Return whether a statement prints a value as a rate alone: divided by a time."""
-    if not (isinstance(node, ast.Expr) and called(node.value) in SAYING):
-        return False
-    rates = [one for one in ast.walk(node) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Div)]
-    known = {id(part) for one in rates if has_clock(one.right, clocks) for part in ast.walk(one.left)}
-    return all(id(one) in known for one in ast.walk(node) if is_use(one, name))
-
-
-def is_text_by_the_clock(function: ast.FunctionDef) -> bool:
-    """Return whether a function only returns a text that it makes with the clock, such as the time that is left."""
-    nodes = list(ast.walk(function))
-    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-    stored = [
-        node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store) and not isinstance(node, ast.Name)
-    ]
-    texts = bool(returned) and all(isinstance(value, ast.JoinedStr) for value in returned)
-    return texts and not stored and any(called(one) in CLOCK_CALLS for one in nodes)
-
-
-def only_says(node: ast.AST, name: str) -> bool:
-    """Return whether a statement says something else, or changes the name's value alone."""
-    if isinstance(node, ast.Pass):
-        return True
-    if isinstance(node, ast.If):
-        return all(only_says(one, name) for one in (*node.body, *node.orelse))
-    if isinstance(node, ast.Expr):
-        call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and is_use(call.func.value, name):
-            return call.func.attr in CHANGING
-        return called(call) in SAYING and not uses(call, name)
-    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return all(getattr(one, "id", getattr(one, "attr", None)) == name for one in targets)
-    return False

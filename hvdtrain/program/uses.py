@@ -1,12 +1,10 @@
 """What the code of a program does with a name: whether it may use a variable or an attribute before it sets it. And where
 its variables and its source are."""
 
-import ast
 import bisect
 import dis
 import functools
 import inspect
-import linecache
 import re
 import sys
 from collections.abc import Sequence
@@ -231,39 +229,3 @@ def codes_of(what: object) -> list[CodeType]:
         parts = [vars(what).get("__wrapped__")]
     own = [what.__code__] if isinstance(what, FunctionType) else []
     return own + [code for one in parts for code in codes_of(one)]
-
-
-# ---- its source
-
-
-@functools.cache
-def tree_of(file: str) -> ast.Module | None:
-    """Return the syntax tree of a file of a program; None if it cannot be read."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-
-
-@functools.cache
-def functions_of(part: ast.AST) -> list[ast.FunctionDef]:
-    """Return all functions in a part of a file, also those within others."""
-    return [node for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
-
-
-def node_of(code: CodeType, tree: ast.Module) -> ast.AST | None:
-    """Return the function, or the module, of this code in its file; None if the file has become another one, or has none."""
-    if code.co_name == "<module>":
-        return tree
-    for node in functions_of(tree):
-        begins = (node.lineno, *(one.lineno for one in node.decorator_list))
-        if node.name == code.co_name and code.co_firstlineno in begins:
-            return node
-    return None
-
-
-def called(node: ast.AST) -> str:
-    """Return the last part of the name of what an expression calls; empty if it is no call."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

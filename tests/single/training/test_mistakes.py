@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.engines.errors import Failure, UserError
-from hvdtrain.program.uses import tree_of
+from hvdtrain.program.source import tree_of
 from tests.e2e.launchers import summary
 from tests.single.training.small import X, Y, flags_for, network
 
@@ -302,6 +302,8 @@ MISTAKES = {
     "a model made anew after its optimizer": (
         dict(prepare="network(), torch.optim.SGD(net.parameters(), lr=0.1)"),
         r"^run.prepare\(\): an optimizer has parameters of a model that was not given, and no others: make it after the model, or its copy$"),
+    "a mean divided by the number of samples, and multiplied again": (dict(
+        after="with run.evaluating(len(X)): run.record(l=F.mse_loss(model(X), Y) / len(X) * len(X))"), r"\(l=...\) got a mean"),
     "the root of a mean": (
         dict(after="with run.evaluating(len(X)): run.record(error=F.mse_loss(model(X), Y).sqrt())"), r"^run.record\(error=...\) got a mean"),
     "the logarithm of a mean": (
@@ -643,6 +645,9 @@ RIGHT = {  # what looks like a mistake, and is right
     "the sum of those of single samples in place": dict(
         after="l = 0\n        with run.evaluating(len(X)):\n            for p, t in zip(model(X), Y): l += F.mse_loss(p, t)\n"
         "            run.record(loss=l)"
+    ),
+    "the sum of those of single samples as a number": dict(
+        after="with run.evaluating(len(X)): run.record(loss=sum(F.mse_loss(p, t) for p, t in zip(model(X), Y)).item())"
     ),
     "a perplexity of each sample": dict(after="with run.evaluating(len(X)): run.record(perplexity=12.3 * len(X))"),
     "a share in a later evaluation": dict(
