@@ -16,7 +16,7 @@ from hvdtrain.loop.step import Step
 from hvdtrain.output.metric_names import Metric
 from hvdtrain.program.means import OF_MANY
 from hvdtrain.program.own_counts import steps_of_one_process, sum_of_one_rank
-from hvdtrain.program.uses import frame_of_program
+from hvdtrain.program.uses import frame_of_program, warn_if
 
 MOST_TRIED = 10_000  # steps
 LOSS = re.compile(r"(^|_)(loss|losses|rmse)(_|$)")  # of which less is better
@@ -36,13 +36,12 @@ class ScheduleRules(Feature):
             require_registered(run.prepared().optimizers, registered)
         many = run.size * run.flags.accumulate  # as many micro-batches of one process are a step
         lines = require_length(registered, steps, epochs, {run.size, run.flags.accumulate, many}) if steps else []
-        with contextlib.suppress(Exception):  # any: the source is the author's
-            if not lines and many > 1 and steps and epochs:
-                lines = [steps_of_one_process(frame_of_program(), run.data.given[0], steps // epochs)]
-            if run.size > 1:
-                lines = [*lines, sum_of_one_rank(frame_of_program(), run.data.given[0])]
-        for line in filter(None, lines):
+        for line in lines:
             run.say(f"warning: {line}")
+        if not lines and many > 1 and steps and epochs:
+            warn_if(steps_of_one_process, frame_of_program(), *run.data.given[:1], steps // epochs, say=run.say)
+        if run.size > 1:
+            warn_if(sum_of_one_rank, frame_of_program(), *run.data.given[:1], say=run.say)
         self._before, self._steps = positions(registered), steps if steps != epochs else None
 
     def reduced(self, step: Step) -> None:
@@ -50,9 +49,8 @@ class ScheduleRules(Feature):
 
     def before_save(self) -> None:
         run = self._run
-        with contextlib.suppress(Exception):  # any: the program may have set its attributes
-            if line := plateau_turned(run.checkpoints.registered, run.evaluation, run.metrics_logger.metrics):
-                run.output.say_once(f"warning: {line}")
+        asked = run.checkpoints.registered, run.evaluation, run.metrics_logger.metrics
+        warn_if(plateau_turned, *asked, say=run.output.say_once)
 
     def after_step(self, step: Step) -> None:
         if not step.left_out:

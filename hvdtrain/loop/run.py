@@ -37,6 +37,7 @@ from hvdtrain.output.metric_names import require_free
 from hvdtrain.program.means import Means
 from hvdtrain.program.mistakes import beside_steps, refusal
 from hvdtrain.program.own_counts import epochs_of_its_own
+from hvdtrain.program.uses import warn_if
 
 
 class Run(RunTools):
@@ -177,9 +178,8 @@ class Run(RunTools):
         metrics = self.metrics_logger.metrics
         self.length = Length.of(count, steps, stop_at, metrics, self.state)
         self.metrics_logger.epochs = count
-        with contextlib.suppress(Exception):  # any: the source is the author's
-            if self.flags.were_given("epochs") and (line := epochs_of_its_own(caller, count, self.flags.epochs)):
-                self.say(f"warning: {line}")
+        if self.flags.were_given("epochs"):
+            warn_if(epochs_of_its_own, caller, count, self.flags.epochs, say=self.say)
         self.checkpoints.objects.restore_settings()
         self.checkpoints.objects.require_restored()
         generators = self.checkpoints.generators
@@ -256,8 +256,8 @@ class Run(RunTools):
     def _steps(self, opened: Input, itself: Callable[[], object]) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
         may_resume = self.output_dir is not None and (not state.step or state.samples_of_epoch)
-        if may_resume and (beside := beside_steps(itself())) is not None:
-            self.say(f"warning: {beside}")
+        if may_resume:
+            warn_if(beside_steps, itself(), say=self.say)
         self.checkpoints.resumed_epoch.begin_steps(state)
         self.warn_of_modes()
         self.checkpoints.generators.begin_steps(state.samples_of_epoch)

@@ -24,7 +24,8 @@ from hvdtrain.output.metrics_logger import MetricsLogger
 from hvdtrain.output.run_output import RunOutput
 from hvdtrain.program.mistakes import LaterParts, refusal, without_effect
 from hvdtrain.program.own_counts import rows_by_the_rank
-from hvdtrain.program.uses import frame_of_program
+from hvdtrain.program.source import tree_of
+from hvdtrain.program.uses import frame_of_program, warn_if
 
 
 class RankAndSize(NamedTuple):
@@ -102,13 +103,8 @@ class RunTools:
             )
         step = self._shared.step if self._shared is not None else None
         gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
-        if (
-            step is not None
-            and isinstance(rows, Tensor)
-            and len(gathered) != self.size * len(rows)
-            and (line := rows_by_the_rank(frame_of_program()))
-        ):
-            self.output.say_once(line)
+        if step is not None and isinstance(rows, Tensor) and len(gathered) != self.size * len(rows):
+            warn_if(rows_by_the_rank, tree_of(frame_of_program().f_code.co_filename), say=self.output.say_once)
         return gathered
 
     def warn_of_modes(self) -> None:
@@ -118,10 +114,8 @@ class RunTools:
         if any(trained and not now for trained, now in zip(before, self._modes, strict=False)):
             message = "a model that was in training mode in the epoch before is in evaluation mode"
             self.output.say_once(f"warning: {message}: write net.train() at the head of an epoch")
-        with contextlib.suppress(Exception):  # any: what the program's modules have is the author's
-            trained = {parameter for own in self.prepared().trained.values() for parameter in own}
-            if line := without_effect(self.prepared().models, trained):
-                self.output.say_once(f"warning: {line}")
+        trained = {parameter for own in self.prepared().trained.values() for parameter in own}
+        warn_if(without_effect, self.prepared().models, trained, say=self.output.say_once)
 
     def raising_together(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager for a block that may fail on some ranks. If one rank raises, every rank raises. A collective."""

@@ -4,39 +4,25 @@ variable of main(), a count in an object of its own.
 What is set anew in each step or epoch is not lost: see anew.py.
 """
 
-import contextlib
 import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.program.anew import THE_GLOBAL, Loops, variable_of
-from hvdtrain.program.reached import (
-    MOST_PARTS,
-    RESULT,
-    GeneratorMark,
-    Reached,
-    Reading,
-    differences_of,
-    first_values,
-    is_plain,
-    orders_of,
-)
+from hvdtrain.program.reached import RESULT, GeneratorMark, Reached, Reading, is_plain
+from hvdtrain.program.restarted import copies_of, differences_of, orders_of
 from hvdtrain.program.shown import is_left
-from hvdtrain.program.uses import is_computed_with, named, variables_of
+from hvdtrain.program.uses import OF_THE_PROGRAM, is_computed_with, named, variables_of
 
-tree_iter = getattr(_pytree, "tree_iter", tree_leaves)  # torch 2.3 has none
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 MOST_LINES = 3
 KEEP_IT = "keep it in an object with state_dict and load_state_dict, and give that to run.register"
@@ -44,8 +30,6 @@ CARRIED_ON = "is carried on from step to step or epoch to epoch, and no checkpoi
 BEGAN_ANEW = "began anew when this epoch was resumed, without its first {} samples"
 USED_AT_THE_END = "is set in some epochs and used after the last one, and no checkpoint has it"
 NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
-# Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
-OF_THE_PROGRAM = contextlib.suppress(Exception)
 
 
 class Carried:
@@ -74,32 +58,19 @@ class Carried:
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._began = set(self._marks())
-            # A penalty that holds the weights near the first ones would hold them near the restored ones.
             names = {name.removeprefix(THE_GLOBAL): value for name, value in self._names().items()}
-            now = orders_of(Reached(self.loops.is_own, {id(one) for one in self._saved.values()}).collections(names))
+            registered = {id(one) for one in saved.values()}
+            now = orders_of(names, Reached(self.loops.is_own, registered))
             self.orders = {name: orders.get(name, held) for name, held in now.items()}
             for others, what in differences_of(self.orders, now):
                 say(f"warning: {named(others, self._code)} {what}")
-            if restored and (copies := self._copies(restored)):
-                what = f"{named(copies, self._code)} has what was restored, and not what the run began with"
+            # A penalty that holds the weights near the first ones would hold them near the restored ones.
+            held = variables_of(frame, nn.Module | list | tuple | dict) if restored else {}  # type: ignore[arg-type]
+            copies = copies_of(restored, held, registered | self._shared)
+            used = [x for x in copies if self.loops.is_loaded(x, emptied=True) or x in self._code.co_cellvars]
+            if used:
+                what = f"{named(used, self._code)} has what was restored, and not what the run began with"
                 say(f"warning: {what}: copy it before run.prepare(), or give the copy to run.register")
-
-    def _copies(self, restored: Sequence[Tensor]) -> list[str]:
-        """Return the names of modules, lists and dictionaries of tensors that are copies of these, and used as such."""
-        assert self._frame is not None
-        copies, saved = list[str](), {id(one) for one in self._saved.values()} | self._shared
-        alike: dict[object, list[Tensor]] = {}  # by shape and first values: layers of one shape are many and large
-        for weight in restored:
-            alike.setdefault(first_values(weight), []).append(weight)
-        for name, value in variables_of(self._frame, nn.Module | list | tuple | dict).items():  # type: ignore[arg-type]
-            held = list(value.parameters()) if isinstance(value, nn.Module) else [*islice(tree_iter(value), MOST_PARTS)]
-            tensors = [one for one in held if isinstance(one, Tensor) and one.is_floating_point() and one.numel() > 1]
-            if tensors and not any(id(one) in saved for one in (value, *held)) and all(
-                any(torch.equal(one, weight) for weight in alike.get(first_values(one), ())) for one in tensors
-            ):  # fmt: skip
-                used = self.loops.is_loaded(name, emptied=True) or name in self._code.co_cellvars
-                copies += [name] if used else []
-        return copies
 
     def end(self) -> None:
         """Look no longer, and let the frame go."""

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.engines.accelerators import tensors_in
+from hvdtrain.engines.modules import uncompiled_name
 from hvdtrain.engines.portable import has_memory
-from hvdtrain.program.carried import BEGAN_ANEW, OF_THE_PROGRAM, Carried
+from hvdtrain.program.carried import BEGAN_ANEW, Carried
 from hvdtrain.program.reached import mark_of
+from hvdtrain.program.uses import OF_THE_PROGRAM
 
 SLOW = re.compile("slow|shadow|ema|avg|average")  # keys of weights that an optimizer averages
 MOST_HELD = 1_000  # parts of a list
@@ -33,16 +36,14 @@ def attributes_held(what: object) -> Iterator[tuple[str, Any]]:
 def numbers_of(what: object, apart: Collection[object] = ()) -> dict[str, Any]:
     """Return the numbers among an object's attributes, but for the mode of a module; also those of attributes with a state,
     such as `after.last_epoch` of a warm-up before another scheduler. apart: what is saved itself."""
-    numbers = dict[str, Any]()
-    for name, value in attributes_held(what):
-        if type(value) in (bool, int, float):
-            numbers[name] = value
-        elif callable(getattr(value, "load_state_dict", None)) and not (
-            isinstance(value, nn.Module | torch.optim.Optimizer) or any(value is one for one in apart)
-        ):
-            pairs = attributes_held(value)
-            numbers |= {f"{name}.{inner}": one for inner, one in pairs if type(one) in (bool, int, float)}
-    return {name: value for name, value in numbers.items() if name.rpartition(".")[2] != "training"}
+    held = list(attributes_held(what))
+    pairs = [pair for pair in held if type(pair[1]) in (bool, int, float)]
+    for name, value in held:
+        has_state = callable(getattr(value, "load_state_dict", None)) and not any(value is one for one in apart)
+        if has_state and not isinstance(value, nn.Module | torch.optim.Optimizer):
+            inner = [(f"{name}.{key}", one) for key, one in attributes_held(value)]
+            pairs += [pair for pair in inner if type(pair[1]) in (bool, int, float)]
+    return {name: number for name, number in pairs if name.rpartition(".")[2] != "training"}
 
 
 def tensors_held(what: object) -> dict[str, list[Tensor]]:
@@ -88,42 +89,42 @@ def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return marks
 
 
+def named_layers(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each layer, with what the names of its attributes begin with."""
+    for path, layer in (pair for model in models for pair in model.named_modules()):
+        yield uncompiled_name(f"{path}." if path else ""), layer
+
+
 def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
-    """Return what shows whether the numbers and tensors change that modules hold beside parameters and saved buffers, by
-    name. Of a module with an extra state, nothing: that may have them."""
-    held = dict[str, object]()
+    """Return what shows whether the numbers and tensors change that layers hold beside parameters and saved buffers, by
+    name. Of a layer with an extra state, nothing: that may have them."""
+    held, kept = dict[str, object](), set[int]()
     for model in models:
-        kept = {one.data_ptr() for one in (*model.parameters(), *model.state_dict().values()) if has_memory(one)}
-        for path, module in model.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                continue
-            unsaved = {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}
-            tensors = tensors_held(module) | {name: [one] for name, one in unsaved.items() if one is not None}
-            marks = {
-                name: mark_of(some) for name, some in tensors.items()  # not another name of a weight, nor an output
-                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some)
-            }  # fmt: skip
+        tensors = (*model.parameters(), *model.state_dict().values())
+        kept |= {one.data_ptr() for one in tensors if has_memory(one)}
+    for prefix, layer in named_layers(models):
+        if type(layer).get_extra_state is nn.Module.get_extra_state:
+            unsaved = {name: layer._buffers.get(name) for name in layer._non_persistent_buffers_set}
+            for name, some in (
+                tensors_held(layer) | {k: [one] for k, one in unsaved.items() if one is not None}
+            ).items():
+                # Not another name of a weight, nor an output.
+                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some):
+                    held[prefix + name] = mark_of(some)
             # By its name, the length of a table that is computed again, as of a rotary embedding, is no state.
-            marks |= {name: repr(value) for name, value in numbers_of(module).items() if "cached" not in name}
-            held |= {f"{path}.{name}".lstrip("."): mark for name, mark in marks.items()}
+            held |= {prefix + name: repr(one) for name, one in numbers_of(layer).items() if "cached" not in name}
     return held
 
 
 def buffers_by_name(models: Sequence[nn.Module]) -> dict[str, object]:
     """Return what shows whether the buffers of modules change that checkpoints have."""
-    return {
-        f"{path}.{name}".lstrip("."): mark_of([one])
-        for model in models
-        for path, module in model.named_modules()
-        for name, one in module._buffers.items()
-        if one is not None and name not in module._non_persistent_buffers_set
-    }
+    buffers = [pair for model in models for pair in persistent_buffers(model)]
+    return {name: mark_of([buffer]) for name, buffer in buffers if buffer is not None}
 
 
 def empty_in(models: Sequence[nn.Module]) -> dict[str, object]:
-    """Return the attributes of modules that are None, by name, as a state is before the first step."""
-    layers = [(path, vars(module)) for model in models for path, module in model.named_modules()]
-    return {f"{path}.{name}".lstrip("."): None for path, held in layers for name, one in held.items() if one is None}
+    """Return the attributes of layers that are None, by name, as a state is before the first step."""
+    return {prefix + name: None for prefix, x in named_layers(models) for name, one in vars(x).items() if one is None}
 
 
 def optimizers_in(what: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -268,8 +269,8 @@ class Lacking:
 
     def _kinds_with(self, name: str) -> tuple[list[type], str]:
         """Return the classes of the layers that have an attribute of this name, such as `head.scale`, and its last part."""
-        path, _, attribute = name.rpartition(".")
-        layers = [layer for model in self._models for at, layer in model.named_modules() if at == path]
+        attribute = name.rpartition(".")[2]
+        layers = [one for prefix, one in named_layers(self._models) if prefix + attribute == name]
         return [type(one) for one in layers if hasattr(one, attribute)], attribute
 
     def _warn(self, message: str, remedy: str) -> None:

@@ -4,7 +4,6 @@ The graph of the loss is read, which torch keeps for the backward pass, and the 
 """
 
 import ast
-import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.program.source import called, functions_of, syntax_of, values_of
-from hvdtrain.program.uses import frame_of_program
+from hvdtrain.program.uses import OF_THE_PROGRAM, frame_of_program
 
 LEAST_SCALE = 1024.0  # GradScaler begins with 65,536, and some programs with less
 FACTOR_NODES = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "ViewBackward0")  # with what autocast adds
@@ -43,7 +42,7 @@ def look_at(
     wrong = odd = ""
     items: list[float] = []
     # Whatever graph and source the program has, they may not end it: it trains without these lines, too.
-    with contextlib.suppress(Exception):
+    with OF_THE_PROGRAM:
         wrong = factor_in_words(loss, passes, ranks)
         if say is not None and not counted and passes * ranks > 1 and samples:
             odd = what_else(loss, samples)
@@ -87,10 +86,8 @@ def unequal_items(of_ranks: Sequence[Sequence[Sequence[float]]]) -> str:
             # A multiple of the samples may be pixels, also where these are as many as the largest picture has.
             if len(set(items)) > 1 and any(number % samples for number in items):
                 one, other = items[0], next(number for number in items if number != items[0])
-                message = (
-                    f"the loss is a mean over {one:g} items of {samples:g} samples, and {other:g} of as many others"
-                )
-                return f"{message}: give step.backward(loss, count=...) their number"
+                what = f"a mean over {one:g} items of {samples:g} samples, and {other:g} of as many others"
+                return f"the loss is {what}: give step.backward(loss, count=...) their number"
     return ""
 
 

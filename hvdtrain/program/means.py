@@ -4,7 +4,6 @@ Ranks and batches have unequal numbers of samples, so that only sums and counts 
 """
 
 import ast
-import contextlib
 import functools
 import inspect
 import math
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.program.source import called, names_read, syntax_of, values_of
-from hvdtrain.program.uses import frame_of_program
+from hvdtrain.program.uses import OF_THE_PROGRAM, frame_of_program
 
 # What a sum may go through and still be one.
 LINEAR = frozenset({"detach", "clone", "cpu", "to", "float", "double", "item", "__float__", "numpy", "sub", "__rsub__"})
@@ -178,14 +177,6 @@ def is_function_of(mean: object, value: float, samples: int) -> bool:
     return any(math.isclose(function(mean), value, rel_tol=1e-9) for function in functions)
 
 
-def as_written(name: str, samples: int, *, ended: bool) -> str:
-    """Return "sum" or "mean" if the program writes the value of this name as one where it calls `run.record`; else an empty
-    text. ended: after the last batch, so that what was added up may be means of batches."""
-    frame = frame_of_program()
-    kind = kind_as_written(frame.f_code, frame.f_lineno, name, samples)
-    return "" if kind == "added" and ended else kind.replace("added", "sum")
-
-
 @functools.lru_cache(maxsize=4096)
 def kind_as_written(code: CodeType, line: int, name: str, samples: int) -> str:
     """Return `kind_of_value` of what the call of `run.record` in this line of a function gives for a name."""
@@ -285,8 +276,11 @@ def require_sum(
     ended: after the last batch. batches: of all ranks; 0: that is not known."""
     written = ""
     if first:
-        with contextlib.suppress(Exception):  # any: the source is the author's
-            written = as_written(name, samples, ended=ended)
+        with OF_THE_PROGRAM:
+            frame = frame_of_program()
+            written = kind_as_written(frame.f_code, frame.f_lineno, name, samples)
+            # After the last batch, what was added up may be means of batches.
+            written = written.replace("added", "" if ended else "sum")
     # The means of later batches are not noted.
     derived = means.of(value, samples, by_value=first and written != "sum")
     first = first and name not in means.known

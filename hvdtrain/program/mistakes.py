@@ -125,10 +125,8 @@ def without_effect(models: Sequence[nn.Module], trained: Collection[nn.Parameter
         kinds = {kind for _, module in modules for kind in type(module).__mro__}
         own = [kind for kind in kinds - {object} if not kind.__module__.startswith("torch.")]
         if not any(reads(code, name) for kind in own for code in codes_of(kind)):
-            where, kind = (
-                where or "model",
-                "module, only on its parameters" if isinstance(what, nn.Module) else "parameter",
-            )
+            where = where or "model"
+            kind = "module, only on its parameters" if isinstance(what, nn.Module) else "parameter"
             return f"{where}.{name} = {value} has no effect on a {kind}: write {where}.requires_grad_({value})"
     return ""
 

@@ -4,6 +4,7 @@ Its source is read: where it multiplies or divides by `len(loader)`, and knows n
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from types import FrameType
@@ -38,9 +39,8 @@ def scopes_of(frame: FrameType, what: Any) -> Iterator[tuple[ast.AST, set[str]]]
             given = [one for one in calls if called(one) == node.name]
             pairs = [pair for one in given for pair in zip(node.args.args, one.args, strict=False)]
             others = {parameter.arg for parameter, value in pairs if ast.unparse(value) not in known}
-            if (
-                names := {parameter.arg for parameter, _ in pairs} - others
-            ):  # not one that is given another loader elsewhere
+            # Not one that is given another loader elsewhere.
+            if names := {parameter.arg for parameter, _ in pairs} - others:
                 yield node, names
             if names := (known if node in inner else outer) - arguments - names_stored(node):
                 yield node, names
@@ -101,9 +101,8 @@ def epochs_of_its_own(frame: FrameType, count: int | None, given: int) -> str:
     tree = tree_of(frame.f_code.co_filename) if count not in (None, given) else None
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Attribute)] if tree else []
     calls = [node for node in nodes if isinstance(node, ast.Call) and called(node) == "epochs"]
-    reads = {node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "epochs"} - {
-        node.func for node in calls
-    }
+    reads = {node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "epochs"}
+    reads -= {node.func for node in calls}
     written = [one.args[0].value for one in calls if one.args and isinstance(one.args[0], ast.Constant)]
     if written != [count] or reads:
         return ""
@@ -129,15 +128,15 @@ def sum_of_one_rank(frame: FrameType, loader: object) -> str:
     return ""
 
 
-def rows_by_the_rank(frame: FrameType) -> str:
-    """Return a warning if the program finds the rows of this rank by a product with its number, `arange(n) + n * run.rank`;
-    else an empty text. Ranks may have unequal numbers of rows."""
-    tree = tree_of(frame.f_code.co_filename)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Module)] if tree else []
+@functools.cache  # it is asked in each step
+def rows_by_the_rank(tree: ast.Module) -> str:
+    """Return a warning if the program of this file finds the rows of this rank by a product with its number, such as
+    `arange(n) + n * run.rank`; else an empty text. Ranks may have unequal numbers of rows."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Module)]
     for parts in (parts for function in functions for parts in statements_of(function)):
         factors = [one for part in parts for one in ast.walk(part) if isinstance(one, ast.BinOp)]
         by_rank = any(isinstance(one.op, ast.Mult) and "rank" in identifiers(one) for one in factors)
         if by_rank and any(map(OF_ROWS.search, set[str]().union(*map(identifiers, parts)))):
             message = "run.gather() got unequal numbers of rows, and the program multiplies by its rank"
-            return f"warning: {message}: the rows of a rank begin at step.batch.first"
+            return f"{message}: the rows of a rank begin at step.batch.first"
     return ""

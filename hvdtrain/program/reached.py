@@ -9,7 +9,6 @@ import datetime
 import enum
 import functools
 import gc
-import hashlib
 import itertools
 import operator
 import os
@@ -18,11 +17,11 @@ import sys
 import threading
 import zlib
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from numbers import Number
-from types import FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, GeneratorType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -33,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
-from hvdtrain.engines.portable import bytes_of, has_memory, is_scalar
+from hvdtrain.engines.portable import bytes_of, has_memory
 
 SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)
 BUFFERS = (bytearray, array.array, memoryview)
@@ -45,13 +44,9 @@ PLAIN_HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
 # Of torch and torchvision.
 PARTS_OF_DATA = ("dataset", "datasets", "tensors", "transform", "transforms", "target_transform")
 MOST_PARTS, MOST_OBJECTS, DEEPEST = 1_000, 20_000, 6
-# Flags are compared, in whatever order they stand.
-UNORDERED = (FunctionType, type, ModuleType, argparse.Namespace, Tensor, torch.optim.Optimizer, LRScheduler)
-FEW = 20  # parts of a collection that are followed
 MOST_BYTES = 2**20  # of an array: the first ones, which a shuffle changes, too
 OF_ANY_MODULE = frozenset(vars(nn.Module()))
 RESULT = "<the result of a forward pass>"  # the mark of a tensor
-SETTING = "a setting"  # in place of a hash of what a collection has
 HOOK = "hook"  # in the path of a function that is hooked in
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
@@ -59,7 +54,6 @@ HOOKS = (
 
 
 MOST_COMPARED = 2**16  # values
-MOST_NAMES = 100_000  # of classes, words, files
 
 
 def mark_of(tensors: Sequence[Tensor]) -> object:
@@ -96,16 +90,13 @@ def what_type_is(which: type) -> Kind:
 
 
 def what_is(value: object) -> Kind:
-    """Return what a value is, as `isinstance` says."""
-    which = type(value)
-    if value.__class__ is which:
-        return what_type_is(which)  # type: ignore[arg-type] # a type is hashable
-    return Kind(is_plain(value), isinstance(value, COLLECTIONS), isinstance(value, HAVE_KEYS))  # a proxy
+    """Return what a value is, as `isinstance` says: a proxy has the class of what is behind it."""
+    return what_type_is(value.__class__)  # type: ignore[arg-type] # a type is hashable
 
 
 def is_plain(value: object) -> bool:
     """Return whether `value` cannot be changed and holds nothing else: a number, also one of numpy, a text, None."""
-    return isinstance(value, SIMPLE) or is_scalar(value)
+    return what_is(value).is_plain
 
 
 def has_values(value: object) -> bool:
@@ -158,51 +149,13 @@ def read_so_far(iterator: Any, depth: int = 0) -> object:
     return [read_so_far(one, depth + 1) for one in inside if isinstance(one, Iterator | list | tuple)]
 
 
-def orders_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return, of each list of texts and of each dictionary that numbers them, a hash of what it has and one of its order. Of
-    losses of torch, each of their settings."""
-    found = dict[str, list[str]]()
-    for name, value in names.items():
-        if isinstance(value, nn.modules.loss._Loss):
-            settings = attributes_of(value).items()
-            found |= {f"{name}.{setting}": [SETTING, repr(one)] for setting, one in settings if is_plain(one)}
-        if not isinstance(value, dict | list | tuple) or not 1 < len(value) <= MOST_NAMES:
-            continue
-        if any(type(one) is not str for one in value):
-            continue
-        if not isinstance(value, dict):
-            has, order = sorted(value), list(value)
-        elif all(type(number) is int for number in value.values()):
-            has, order = [sorted(value), sorted(value.values())], sorted(value.items())
-        else:
-            continue
-        found[name] = [hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() for one in (has, order)]
-    return found
-
-
-def differences_of(began: Mapping[str, list[str]], now: Mapping[str, list[str]]) -> Iterator[tuple[list[str], str]]:
-    """Yield what differs in two answers of `orders_of` for the same names: names, and the rest of a line."""
-    other = [name for name, held in now.items() if held != began[name] and held[0] == began[name][0]]
-    if mixed := [name for name in other if now[name][0] != SETTING]:
-        # A set of texts has another order in each process.
-        yield mixed, "has another order than when the run began: sort what comes from a set or a directory"
-    for name in [name for name in other if name not in mixed][:1]:
-        what = f"is {now[name][1]}, and was {began[name][1]} when the run began"
-        yield [name], f"{what}: give the same, or another --output-dir"
-
-
-def first_values(tensor: Tensor) -> object:
-    """Return the shape of a tensor and its first values."""
-    return tensor.shape, *tensor.detach().reshape(-1)[:4].tolist()
-
-
 class Reached:
     """Collects what names reach. is_own: whether a class or function is the program's. apart: the identities of what is
     saved, and of weights."""
 
     def __init__(self, is_own: Callable[[Any], bool], apart: set[int]):
         self.leaves = dict[str, Reading]()
-        self._is_own, self._apart, self._seen = is_own, apart, set[int]()
+        self.is_own, self.apart, self.seen = is_own, apart, set[int]()
         self._of_classes = dict[type, dict[str, Any]]()  # what their objects have in common
 
     def add(self, path: str, value: Any, owner: object = None, depth: int = 0) -> None:
@@ -213,7 +166,7 @@ class Reached:
             return
         if isinstance(value, torch.optim.Optimizer | LRScheduler):  # prepared, registered, or refused
             return
-        if id(value) in self._apart or depth > DEEPEST or len(self.leaves) + len(self._seen) > MOST_OBJECTS:
+        if id(value) in self.apart or depth > DEEPEST or len(self.leaves) + len(self.seen) > MOST_OBJECTS:
             return
         if isinstance(value, Tensor):
             if value.grad_fn is None:
@@ -222,50 +175,19 @@ class Reached:
         inside = kind.is_collection or has_values(value)
         if inside:
             self.leaves[path] = Reading(self._mark(value), owner)
-        if id(value) in self._seen:
+        if id(value) in self.seen:
             return
-        self._seen.add(id(value))
-        for inner, one in self._followed_in(value) if inside else self._held_by(path, value, owner):
+        self.seen.add(id(value))
+        for inner, one in self._followed_in(value) if inside else self.held_by(path, value, owner):
             self.add(f"{path}{inner}", one, owner if inside else value, depth + 1)
 
-    def collections(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the collections that these are or hold, by path: as objects, models and functions of the program, and a
-        collate_fn. Those of a data set have a line of their own, but for what its objects of other modules hold."""
-        return {path: one for name, value in names.items() for path, one in self._collections_of(name, value, 0)}
-
-    def _collections_of(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-        kind = what_is(value)
-        if kind.is_plain or id(value) in self._apart | self._seen or depth > DEEPEST or len(self._seen) > MOST_PARTS:
-            return
-        self._seen.add(id(value))
-        held: Iterable[tuple[str, Any]] = ()
-        if kind.is_collection:
-            yield path, value
-            ordered = isinstance(value, dict | list | tuple) and len(value) <= FEW
-            held = [(f"[{key!r}]", one) for key, one in parts_of(value)] if ordered else ()
-        elif isinstance(value, DataLoader):
-            held = [(".dataset", value.dataset), (".collate_fn", value.collate_fn)]
-        elif isinstance(value, Dataset):
-            pairs = attributes_of(value).items()
-            held = [(f".{name}", one) for name, one in pairs if type(one).__module__ not in ("__main__", "builtins")]
-        elif isinstance(value, nn.Module):
-            yield path, value
-            layers = [pair for pair in value.named_modules() if self._is_own(type(pair[1]))]
-            held = [
-                (f".{at}.{name}".replace("..", "."), x) for at, one in layers for name, x in attributes_of(one).items()
-            ]
-        elif self._is_own(value) or not isinstance(value, UNORDERED):
-            held = self._held_by(path, value, None)
-        for inner, one in held:
-            yield from self._collections_of(f"{path}{inner}", one, depth + 1)
-
     def _is_followed(self, value: Any) -> bool:
-        return isinstance(value, PLAIN_HOLDERS) or self._is_own(type(value))
+        return isinstance(value, PLAIN_HOLDERS) or self.is_own(type(value))
 
     def _of_class(self, kind: type) -> dict[str, Any]:
         """Return the numbers and texts of a class, and its methods that may keep something in a default."""
         if kind not in self._of_classes:  # there may be thousands of its objects
-            bases = [base for base in reversed(kind.__mro__) if self._is_own(base)]
+            bases = [base for base in reversed(kind.__mro__) if self.is_own(base)]
             pairs = [pair for base in bases for pair in vars(base).items()]
             plain = {name: one for name, one in pairs if is_plain(one) and not name.startswith("__")}
             self._of_classes[kind] = plain | {name: one for name, one in pairs if keeps_in_defaults(one)}
@@ -279,18 +201,18 @@ class Reached:
             elif type(one) not in UNFOLLOWED and self._is_followed(one):
                 yield f"[{key!r}]", one
 
-    def _held_by(self, path: str, value: Any, owner: object) -> Iterator[tuple[str, Any]]:
+    def held_by(self, path: str, value: Any, owner: object) -> Iterator[tuple[str, Any]]:
         """Yield what an object holds that is no collection, by the rest of its path."""
         held: dict[str, Any] = {}
         if isinstance(value, nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
-            if any(id(one) in self._apart or one.grad_fn is not None for one in tensors):
+            if any(id(one) in self.apart or one.grad_fn is not None for one in tensors):
                 yield from of_weights_and_hooks(value)  # of a model, or what is around one
                 return
             if tensors:
                 self.leaves[path] = Reading(mark_of(tensors), owner)
             for inner, module in value.named_modules():
-                own = self._is_own(type(module))
+                own = self.is_own(type(module))
                 for name, one in attributes_of(module).items():
                     if own or (isinstance(one, Tensor | list) and not name.startswith("_")):  # such as of torchmetrics
                         self.add(".".join(filter(None, (path, inner, name))), one, module, DEEPEST)
@@ -340,7 +262,7 @@ class Reached:
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.leaves[path] = Reading(read_so_far(value), owner)
         for name, one in held.items():
-            if not isinstance(one, FunctionType | type) or self._is_own(one):
+            if not isinstance(one, FunctionType | type) or self.is_own(one):
                 yield f".{name}", one
 
     def _has_state(self, value: Any) -> bool:
@@ -356,7 +278,7 @@ class Reached:
             return (len(value), hash(value)) if long else value
         if kind.is_collection and depth < DEEPEST:
             return len(value), *(self._mark(one, depth + 1) for _, one in parts_of(value))
-        if id(value) not in self._apart and isinstance(value, Tensor):
+        if id(value) not in self.apart and isinstance(value, Tensor):
             # A result of the model is one of this step: no later step can differentiate through it.
             return (value.data_ptr(), value._version) if value.grad_fn is None else RESULT
         if isinstance(value, BUFFERS):

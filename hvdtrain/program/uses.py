@@ -2,12 +2,13 @@
 its variables and its source are."""
 
 import bisect
+import contextlib
 import dis
 import functools
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -17,6 +18,15 @@ EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # me
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
 SHOWN = 3  # names in a line
 OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple"}  # these read all attributes
+# Around what reads values and code of the program: none of them may end a training, which runs without a warning, too.
+OF_THE_PROGRAM = contextlib.suppress(Exception)
+
+
+def warn_if(question: Callable[..., str | None], *asked: Any, say: Callable[[str], object]) -> None:
+    """Say what a question about a program returns, if it returns something."""
+    with OF_THE_PROGRAM:
+        if line := question(*asked):
+            say(f"warning: {line}")
 
 
 def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
@@ -116,14 +126,13 @@ def is_computed_with(code: CodeType, start: int, name: str) -> bool:
     read it on a line that does not set it, as a sum for display does."""
     if "LOAD" not in first_uses(code, start, name, of=VARIABLES):
         return False
-    lines, loaded, stored = list(dis.get_instructions(code)), set[int | None](), set[int | None]()
+    lines, loaded, stored = instructions_of(code), set[int | None](), set[int | None]()
     for _, begins in of_batches(code):
         loop = next((one for one in lines if one.opname == "FOR_ITER" and one.offset >= max(begins, start)), None)
-        for one in lines:
-            if loop is not None and one.positions is not None and loop.offset < one.offset < loop.argval:
-                uses = uses_of(one, name, VARIABLES)
-                loaded |= {one.positions.lineno} if "LOAD" in uses else set()
-                stored |= {one.positions.lineno} if "STORE" in uses else set()
+        for one in [one for one in lines if loop is not None and loop.offset < one.offset < loop.argval]:
+            line, uses = one.positions and one.positions.lineno, uses_of(one, name, VARIABLES)
+            loaded |= {line} if "LOAD" in uses else set()
+            stored |= {line} if "STORE" in uses else set()
     return bool(loaded - stored)
 
 
