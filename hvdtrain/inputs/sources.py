@@ -97,7 +97,7 @@ class Data:
 def require_default_device() -> None:
     """Raise UserError if new tensors are not on the CPU."""
     # Indices, counts and messages between ranks are made on the CPU, without naming it.
-    # `torch.get_default_device` of torch 2.3 fails after `set_default_device(None)`.
+    # `torch.get_default_device` of torch 2.3 to 2.6 fails after `set_default_device(None)`.
     if (device := torch.empty(0).device).type != "cpu":
         remedy = "leave it out: run.prepare and run.to_device move models and data"
         raise UserError(f"torch.set_default_device({str(device)!r}) was called: {remedy}", everywhere=True)
