@@ -302,7 +302,9 @@ class Kept:
                 split = chosen.split([buffer.numel() for buffer in buffers])
                 parts = [part.view_as(buffer) for buffer, part in zip(buffers, split, strict=True)]
             pairs = [(buffer, part) for buffer, part in zip(buffers, parts, strict=True) if id(buffer) in current]
-            if pairs:
+            if len(pairs) == 1:  # it may be sparse, which torch 2.3 does not copy by the other
+                pairs[0][0].copy_(pairs[0][1])
+            elif pairs:
                 torch._foreach_copy_([buffer for buffer, _ in pairs], [part for _, part in pairs])
 
 

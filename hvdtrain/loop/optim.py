@@ -92,8 +92,8 @@ def length_of(scheduler: object) -> int | None:
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a torch scheduler was made for `optimizer`: it wraps the optimizer's `step`."""
-    # torch wraps `step` to warn of schedulers that are called before it, and marks it by this attribute.
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    # torch wraps `step` to warn of schedulers that are called before it, and marks it so, or before 2.4 by the latter.
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched") or hasattr(optimizer.step, "_with_counter")
 
 
 def redone(scheduler: object, saved: Mapping[str, Any]) -> bool:
