@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate, get_worker_info
 
+from hvdtrain.engines.accelerators import tensors_in
 from hvdtrain.inputs.packing import Travels
 from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, leaves, own_state, rows_held
 from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
@@ -166,6 +167,15 @@ def samples_in(batch: Any, samples: Any, asked: int) -> int:
     if by_time and not all(shapes_in(sample) & {tuple(part.shape[1:]) for part in tensors} for sample in samples):
         return asked
     return min(asked, *lengths)
+
+
+def rows_in(batch: Any) -> int:
+    """Return the number of samples in a batch that was collated elsewhere: the length of its first tensor, or list."""
+    for tensor in tensors_in(batch):
+        return len(tensor) if tensor.ndim else 1
+    while isinstance(batch, Mapping) and batch:
+        batch = next(iter(batch.values()))
+    return len(batch) if isinstance(batch, (list, tuple)) else 1
 
 
 def shapes_in(sample: Any) -> set[tuple[int, ...]]:

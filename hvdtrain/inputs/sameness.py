@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
+from hvdtrain.engines.accelerators import tensors_in
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import bytes_of
@@ -80,7 +81,9 @@ def require_same(engine: Engine, numbers: Sequence[int], compared: Compared) -> 
     for rank, theirs in enumerate(others, start=1):
         for number, one, other in zip(numbers, first, theirs, strict=False):
             if line := difference_of_samples(number, one or [], other or [], "on rank 0", f"on rank {rank}"):
-                raise UserError(f"ranks have different data: {line}: {ALIKE}", everywhere=True)
+                raise UserError(
+                    f"ranks have different data: {line}: give all ranks all samples, {ALIKE}", everywhere=True
+                )
 
 
 def difference_of_samples(number: int, one: list[Leaf], other: list[Leaf], where: str, elsewhere: str) -> str | None:
@@ -327,6 +330,19 @@ def names_of_rows(row: Any) -> Any:
 
 
 SPLIT = "draw it from a generator of its own, random_split(..., generator=torch.Generator().manual_seed(0))"
+
+
+def batch_hash(batch: Any) -> int:
+    """Return 63 bits of a hash of a batch, not 0."""
+    total = hashlib.blake2b(digest_size=8)
+    tensors = list(tensors_in(batch))
+    for tensor in tensors:
+        total.update(repr((tensor.dtype, tensor.shape)).encode())
+        if tensor.numel():
+            total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    if not tensors:
+        total.update(repr(batch).encode())
+    return (int.from_bytes(total.digest()) >> 1) | 1
 
 
 def split_of(*held: Any) -> int | None:

@@ -13,18 +13,17 @@ workers; with persistent workers, and at a resume, its state is given to what be
 import contextlib
 import copy
 import functools
-import hashlib
 import itertools
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hvdtrain.engines.accelerators import Copies, tensors_in, to_device
+from hvdtrain.engines.accelerators import Copies, to_device
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import from_json, to_json
@@ -38,13 +37,15 @@ from hvdtrain.inputs.dataloaders import (
     require_batch_size,
     require_usable,
 )
-from hvdtrain.inputs.fetching import may_leave_out, samples_in
+from hvdtrain.inputs.fetching import may_leave_out, rows_in, samples_in
 from hvdtrain.inputs.inputs import Batch, Input, InputKind
 from hvdtrain.inputs.packing import Travels
+from hvdtrain.inputs.sameness import batch_hash
 from hvdtrain.inputs.sharding import PlannedBatch, PlannedStep, mixed_seed, seed_generators
 from hvdtrain.loop.state import Initial, TrainState
 
 Position = dict[str, Any]  # JSON: where a reader is in its stream
+NextBatch = tuple[Any, int] | None  # a batch and its number of samples; None at the end
 Seed = tuple[object, ...]
 BEGINNING: Position = {"drawn": 0, "ended": False, "state": None}
 END: Any = object()
@@ -72,11 +73,11 @@ class WorkerPart(Travels, IterableDataset[Item]):
         self._drops_last = given.drop_last
         self._seed, self._turn, self._positions, self._keeps = seed, turn, list(positions), keeps
         self._holder: Any = None  # of the state
-        self._drawn, self._ended = 0, False
+        self._drawn, self._ended, self._left = 0, False, None
 
     def position(self) -> Position:
         """Return the position after the last batch. Raises UserError for a state that cannot be saved."""
-        state = stream_state(self._holder) if self._keeps and self._holder is not None else None
+        state = stream_state(self._holder) if self._keeps and self._holder is not None else self._left
         return {"drawn": self._drawn, "ended": self._ended, "state": state}
 
     def _position_as_text(self) -> str:
@@ -95,6 +96,7 @@ class WorkerPart(Travels, IterableDataset[Item]):
         held = self._positions[worker]
         self._drawn, self._ended = held["drawn"], held["ended"]
         seed_generators(mixed_seed(*self._seed, worker))
+        self._left = held["state"] if self._ended else None
         samples = iter(()) if self._ended else self._samples(held["state"], begins=not self._drawn)
         while True:
             seed_generators(mixed_seed(*self._seed, worker, self._drawn))
@@ -136,7 +138,7 @@ class WorkerPart(Travels, IterableDataset[Item]):
             if batch is END:
                 return None, 0, 0
             batch = self._collate(batch)
-            return batch, 1, rows(batch)
+            return batch, 1, rows_in(batch)
         some = list(itertools.islice(samples, self._batch_size))
         if not some or (self._drops_last and len(some) < self._batch_size):
             return None, 0, 0
@@ -185,28 +187,6 @@ def without_state(position: Position) -> bool:
     return any(part["drawn"] and not part["ended"] and part["state"] is None for part in parts)
 
 
-def rows(batch: Any) -> int:
-    """Return the number of samples in a batch that was collated elsewhere: the length of its first tensor, or list."""
-    for tensor in tensors_in(batch):
-        return len(tensor) if tensor.ndim else 1
-    while isinstance(batch, Mapping) and batch:
-        batch = next(iter(batch.values()))
-    return len(batch) if isinstance(batch, (list, tuple)) else 1
-
-
-def batch_hash(batch: Any) -> int:
-    """Return 63 bits of a hash of a batch, not 0."""
-    total = hashlib.blake2b(digest_size=8)
-    tensors = list(tensors_in(batch))
-    for tensor in tensors:
-        total.update(repr((tensor.dtype, tensor.shape)).encode())
-        if tensor.numel():
-            total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    if not tensors:
-        total.update(repr(batch).encode())
-    return (int.from_bytes(total.digest()) >> 1) | 1
-
-
 class Workers:
     """Reads a DataLoader over an IterableDataset with its workers, which take turns, or without."""
 
@@ -219,7 +199,7 @@ class Workers:
         for _ in range(self._turn):
             next(self._items)
 
-    def draw(self) -> tuple[Any, int] | None:
+    def draw(self) -> NextBatch:
         """Return the next batch and its number of samples; None at the end."""
         for _ in range(max(1, self._workers)):
             with own_randomness(self._workers):
@@ -235,7 +215,7 @@ class Workers:
 
     def position(self) -> Position:
         """Return the position after the last batch."""
-        return {"turn": self._turn, "parts": self._positions if self._workers else [self._part.position()]}
+        return {"turn": self._turn, "parts": [*self._positions] if self._workers else [self._part.position()]}
 
 
 class Whole:
@@ -262,7 +242,7 @@ class Whole:
         self._given = given
         return loading.while_workers_live(iter(given))
 
-    def draw(self) -> tuple[Any, int] | None:
+    def draw(self) -> NextBatch:
         """See `Workers`."""
         with own_randomness(self._workers):
             if not self._workers:
@@ -270,7 +250,7 @@ class Whole:
             batch = END if self._ended else next(self._items, END)
         self._ended = batch is END
         self._drawn += not self._ended
-        return None if self._ended else (batch, rows(batch))
+        return None if self._ended else (batch, rows_in(batch))
 
     def position(self) -> Position:
         """See `Workers`."""
@@ -327,6 +307,7 @@ class Stream(Input):
         self._first: dict[int, tuple[Any, int]] = {}  # of this epoch
         self._midway: set[int] = set()  # ranks that go on within it: their first batch is read again where it is needed
         self._drawn: list[Any] = []  # for the next micro-batches
+        self._ahead: dict[int, tuple[NextBatch | Exception, Position]] = {}  # what a checkpoint drew, and where it is
         self._seen: dict[int, int] = {}  # digest of a batch -> rank: of the first batches of an epoch
         self._announced = False
 
@@ -338,10 +319,20 @@ class Stream(Input):
     # ---- the position
 
     def position(self) -> Position:
+        rank = self._engine.rank
         if not self._readers:
-            return {"workers": self._workers, "finished": True, "reader": None}
-        reader = self._readers[self._engine.rank].position()
-        return {"workers": self._workers, "finished": self._finished, "reader": reader}
+            return {"workers": self._workers, "finished": True, "reader": self._held.get(rank)}
+        if not self._finished and rank not in self._ahead:
+            # Only the next batch tells whether the epoch is over: where its state is that of its last sample, a data set
+            # may begin anew.
+            before = self._readers[rank].position()
+            try:
+                drawn: NextBatch | Exception = self._draw(rank)
+            except Exception as error:  # of the next step, which raises it
+                drawn = error
+            self._ahead[rank] = drawn, self._readers[rank].position() if drawn is None else before
+        ahead, reader = self._ahead.get(rank) or (None, self._readers[rank].position())
+        return {"workers": self._workers, "finished": ahead is None, "reader": reader}
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
         held = [one for one in positions() or () if one is not None and "reader" in one] or None  # others: of a sampler
@@ -400,8 +391,10 @@ class Stream(Input):
         self._finished, self._first = False, {}
         if self._readers and self._carries:
             self._held = {rank: at_beginning(reader.position()) for rank, reader in self._readers.items()}
-        held, self._held = self._held, {}
+        self._ahead, held = {}, self._held
         begun = {rank: one.get("parts", [one]) for rank, one in held.items() if one}
+        over = {rank: one for rank, one in held.items() if one and all(part["ended"] for part in begun[rank])}
+        self._held = {rank: at_beginning(one) for rank, one in over.items() if self._lasts}  # for the next epoch
         self._midway = {rank for rank, parts in begun.items() if any(part["drawn"] for part in parts)}
         self._readers = {rank: self._open(epoch, rank, held.get(rank)) for rank in own}
         self._seen = {}
@@ -441,7 +434,11 @@ class Stream(Input):
             given = self._given[rank] if given is None else given
             return opened_stream(self._engine, given, self._seed, epoch, held, keeps=self._keeps or self._carries)
 
-    def _draw(self, rank: int) -> tuple[Any, int] | None:
+    def _draw(self, rank: int) -> NextBatch:
+        if rank in self._ahead:
+            if isinstance(ahead := self._ahead.pop(rank)[0], Exception):
+                raise ahead
+            return ahead
         with self._engine.numbered(rank):
             drawn = self._readers[rank].draw()
         if drawn is not None and rank not in self._midway:

@@ -202,6 +202,9 @@ class Evaluation:
         """Return the means over the samples of all ranks, and `count`, that of the first. A collective. Raises UserError on
         every rank."""
         names, counted = self._names()
+        if not names:  # what was gathered is recorded after the block
+            samples = torch.tensor([[float(one.samples)] for one in self._recorded.values()])
+            return {"count": self._engine.sum_of_ranks(samples, "evaluate").item()}
         recorded_by = list(self._recorded.values())
         if self.whole and self._engine.takes_turns and 0 not in self._recorded:
             recorded_by = [Recorded()] * len(recorded_by)  # each process has computed all: those of the first count
@@ -235,10 +238,8 @@ class Evaluation:
                 f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
             )
         names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
-        if not names:
-            empty = not any(samples for *_, samples in everyone)
-            what = "the test set has no samples" if empty else "recorded nothing: write run.record(loss=...) in it"
-            raise UserError(f"run.evaluating(): {what}", everywhere=True)
+        if not names and not any(samples for *_, samples in everyone):
+            raise UserError("run.evaluating(): the test set has no samples", everywhere=True)
         for rank, (own, _, _, samples) in enumerate(everyone):
             missing = [name for name in names if name not in own and name not in counted]
             if samples and missing:

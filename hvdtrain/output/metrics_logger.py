@@ -144,8 +144,11 @@ class MetricsLogger:
             return
         self.unwritten = False
         amended, self._amended = self._amended, {}
-        require_same_values(self._engine.processes.all_gather_object(amended, "evaluate.amended"))
+        everyone = self._engine.processes.all_gather_object(amended, "evaluate.amended")
+        require_same_values(everyone)
         state = self._state
+        if not any(everyone) and state.evaluation.keys() == {"count"}:
+            raise UserError("run.evaluating(): recorded nothing: write run.record(loss=...) in it", everywhere=True)
         fields: dict[str, object] = {**state.evaluation, "count": int(state.evaluation["count"])}
         if state.prefix:
             fields["prefix"] = state.prefix

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
@@ -165,6 +165,8 @@ class Reached:
             self.leaves[path] = Reading(self._mark(value), owner)
             return
         if isinstance(value, torch.optim.Optimizer | LRScheduler):  # prepared, registered, or refused
+            return
+        if isinstance(value, IterableDataset) and hasattr(value, "load_state_dict"):  # a position in it is saved
             return
         if id(value) in self.apart or depth > DEEPEST or len(self.leaves) + len(self.seen) > MOST_OBJECTS:
             return

@@ -185,7 +185,7 @@ NEED_TWO = {  # ranks that differ
     "other data": (dict(data=lambda last: X[: N - last]),
         r"the number of samples of run.steps\(\): rank 0 has 22, rank \d has 21: give every rank all samples"),
     "other tensors": (dict(data=lambda last: X + last),
-        r"ranks have different data: part 1 of sample \d+ is .* on rank 0, and .* on rank \d: sort the names of files"),
+        r"ranks have different data: part 1 of sample \d+ is .* on rank 0, and .* on rank \d: give all ranks all"),
     "files in another order": (dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, shuffle=True)),
         r"ranks have different data: part 1 of sample \d+ is"),
     "that of a worker": (dict(data=lambda last: DataLoader(list(X.flip(0) if last else X), 4, num_workers=1)),

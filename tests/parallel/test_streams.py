@@ -15,7 +15,9 @@ N = 45
 
 
 class Share(IterableDataset):
-    """Of N numbers, rank 0 has the first ten more than the others."""
+    """Of N numbers, rank 0 has the first ten more than the others. Each epoch begins with another one."""
+
+    own = 0  # the epochs that it has ended
 
     def __init__(self, rank, size, mine=True):
         rest = range(10, N)[rank::size] if mine else range(10, N)
@@ -24,14 +26,14 @@ class Share(IterableDataset):
     def __iter__(self):
         while self.at < len(self.numbers):
             self.at += 1
-            yield torch.tensor([self.numbers[self.at - 1] / N])
-        self.at = 0
+            yield torch.tensor([self.numbers[self.at - 1 - self.own] / N])
+        self.at, self.own = 0, self.own + 1
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"at": self.at, "own": self.own}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.at, self.own = state["at"], state["own"]
 
 
 def descend(net, inputs):

@@ -60,7 +60,8 @@ BUDGETS = {
     # With the order of files at a resume, a collate_fn that changes.
     # With a cache of augmented samples, rows that are changed in place, a sampler that counts its draws.
     # And labels of which few are others, a sampler of one rank.
-    "hvdtrain/inputs": 3050,  # with comments that say why
+    # And the batch after a checkpoint of a stream, which tells whether it has ended.
+    "hvdtrain/inputs": 3080,  # with comments that say why
     "hvdtrain/integrations": 40,
     # With calls that Python refuses, and an output directory that is None.
     "hvdtrain/launching": 2375,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why

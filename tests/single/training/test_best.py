@@ -14,7 +14,7 @@ from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
 from hvdtrain.engines.errors import Failure, UserError
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import Killed, N, X, Y, flags_for
+from tests.single.training.small import Killed, N, Trained, X, Y, flags_for
 
 VALUES = [0.3, 0.7, 0.9, 0.9, 0.8, 0.2, 0.1, 0.1]  # of the evaluations: the third epoch is the best
 
@@ -254,3 +254,16 @@ def test_the_best_average_is_that_of_the_best_epoch(tmp_path):
         assert run.load_best().epoch == 2
         for now, best in zip((*net.parameters(), *averaged.parameters(), averaged.n_averaged), seen[2], strict=True):
             assert torch.equal(now, best)
+
+
+def test_an_evaluation_may_record_after_its_block_alone():
+    """What is computed from gathered rows needed another value beside it."""
+
+    def tail(t, epoch):
+        with t.run.evaluating(N) as mine:
+            scores = t.model(X[mine])
+        t.run.record(score=t.run.gather(scores).max() * 0 + VALUES[epoch])
+
+    run = Trained(metrics={"score": "max"}, tail=tail).run
+    assert run.evaluation == {"score": pytest.approx(VALUES[1]), "count": N}
+    assert run.best.epoch == 1

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
 from hvdtrain import training
@@ -76,6 +76,25 @@ AFTER
 class Buffer:
     def __init__(self):
         self.rows = []
+
+
+class Flow(IterableDataset):
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        self.at %= len(X)
+        while self.at < len(X):
+            self.at += 1
+            yield X[self.at - 1], Y[self.at - 1]
+
+
+class KeptFlow(Flow):
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
 
 
 class Counted:
@@ -367,6 +386,7 @@ WEIGHTED = (
 ROWS = "rows = Rows()\nloader = DataLoader(rows, 8)\ndata = (loader,)"
 LABELLED = "loader = DataLoader(TensorDataset(X, Y.clone()), 8)\ndata = (loader,)"
 LOST = {  # by what the line names: before the loop, at the head of an epoch, after a step, at the end of an epoch
+    "loader.dataset.at": ("loader = DataLoader(Flow(), 8)", "data = [loader]", "Stateful(at=1).at", ""),
     "best": ("best, bad = 9.0, 0", "", "", "if value < best:\n    best, bad = value, 0\nelse:\n    bad += 1"),
     "best, bad": ("best, bad = None, 0", "", "", "bad += 1\nif best is None or value < best:\n    best = value"),
     "mean": ("mean = 0.0", "", "mean = 0.9 * mean + 0.1 * value", ""),
@@ -449,6 +469,7 @@ LOST = {  # by what the line names: before the loop, at the head of an epoch, af
     "count": ("count = 0\ndef add():\n    nonlocal count\n    count += 1", "", "add()", ""),
 }
 KEPT = {
+    "a stream": ("loader = DataLoader(KeptFlow(), 8)", "data = [loader]", "Stateful(at=1).at", ""),
     "hooks": (
         "norms, first = {}, {}\noptimizer.register_step_post_hook(lambda *_: norms.update(w=float(net.weight.norm())))\n"
         "net.register_full_backward_hook(lambda m, i, o: first.__setitem__(0, float(o[0].norm())))",

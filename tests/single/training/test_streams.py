@@ -25,13 +25,13 @@ N = 50  # not a multiple of batches and workers: the workers' streams end at dif
 class Numbers(IterableDataset):
     """This worker's share of 0 to N - 1 in another order each epoch, with noise of the global generators."""
 
-    epoch = 0
+    epoch, n = 0, N
 
     def set_epoch(self, epoch):
         self.epoch = epoch
 
     def share(self):
-        order = torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
         info = get_worker_info()
         return order if info is None else order[info.id :: info.num_workers]
 
@@ -83,6 +83,23 @@ class Counting(Stateful):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self.own = state["own"]
+
+
+class WholeBatches(Counting):
+    n = 48
+
+
+class Anew(Stateful):
+    """Where its state is that of its end, it begins anew."""
+
+    n = 48
+
+    def __iter__(self):
+        share = self.share()
+        self.at %= len(share)
+        while self.at < len(share):
+            self.at += 1
+            yield noisy(share[self.at - 1])
 
 
 class Exhausted(Stateful):
@@ -173,6 +190,19 @@ class StatefulLoader:
 
     def load_state_dict(self, state):
         self.begin = state["at"]
+
+
+class AnewLoader(StatefulLoader):
+    def __init__(self):
+        super().__init__()
+        self.dataset.n = 48
+
+    def __iter__(self):
+        share, self.at = self.dataset.share(), self.begin % 48
+        while self.at < 48:
+            self.at += 4
+            yield [torch.stack(part) for part in zip(*map(noisy, share[self.at - 4 : self.at]), strict=True)]
+        self.begin = 0
 
 
 LOADERS = {
@@ -268,6 +298,38 @@ def test_a_run_that_ended_with_an_epoch_goes_on_as_if_it_had_not(kind, tmp_path)
     parts = [train(make(), out=tmp_path, epochs=epochs) for epochs in (1, 2, 3)]
     assert [part for seen, _ in parts for part in seen.items()] == list(whole.items())
     assert parts[-1][1] == weights
+
+
+LAST = {
+    "begins anew": lambda: DataLoader(Anew(), 4),
+    "begins anew, 2 workers": lambda: DataLoader(Anew(), 4, num_workers=2),
+    "begins anew, persistent workers": lambda: DataLoader(Anew(), 4, num_workers=2, persistent_workers=True),
+    "begins anew, a loader": AnewLoader,
+    "counts its epochs": lambda: DataLoader(WholeBatches(), 4),
+}
+
+
+@pytest.mark.parametrize("kind", LAST)
+def test_an_epoch_is_over_after_a_checkpoint_of_its_last_batch(kind, tmp_path):
+    """Such an epoch was trained once more."""
+    whole, weights = train(LAST[kind](), steps=26)
+    parts = [train(LAST[kind](), out=tmp_path, steps=steps) for steps in (12, 24, 26)]
+    assert [len(seen) for seen in whole.values()] == [48, 48, 8]
+    assert [part for seen, _ in parts for part in seen.items()] == list(whole.items())
+    assert parts[-1][1] == weights
+
+
+class Late(Anew):
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 20)
+        raise OSError("gone")
+
+
+def test_a_batch_that_cannot_be_read_ends_the_step_that_reads_it_and_not_the_checkpoint_before(tmp_path):
+    with pytest.raises(OSError, match="gone"):
+        train(DataLoader(Late(), 4), *SAVED, out=tmp_path)
+    train(DataLoader(Anew(), 4), *SAVED, out=tmp_path)
+    assert resumed_at(tmp_path) == 20
 
 
 ANEW = {
