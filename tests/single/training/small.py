@@ -34,6 +34,11 @@ def kill_at(number: object) -> Callable[[Step], None]:
     return each
 
 
+def saving(kill: object) -> tuple[str, str]:
+    """Return flags with which the step before `kill` is saved, and few others: each save takes as long as two steps."""
+    return "--checkpoint-steps", str(max(1, kill - 1) if isinstance(kill, int) else 99)
+
+
 def flags_for(*argv: str, epochs: int = 2, batch_size: int = 8) -> Flags:
     """Return the flags of a run of the serial engine."""
     parser = training.parser("test", None, epochs=epochs, batch_size=batch_size)

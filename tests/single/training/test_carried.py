@@ -551,8 +551,8 @@ TABLES = [
 ]  # no part of a program
 
 
-def trained(tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None):
-    """file: where the program is, so that its source is read."""
+def trained(tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None, every=7):
+    """file: where the program is, so that its source is read. every: so many steps, a checkpoint within an epoch."""
     parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
     parts["AFTER"] = (after, 4)
     source = SOURCE
@@ -562,7 +562,7 @@ def trained(tmp_path, net, before="", head="", each="", tail="", batch="", after
     if file is not None:
         file.write_text(source)
     exec(compile(source, str(file or __file__), "exec"), program)
-    with training.start(flags_for("--checkpoint-steps", "2", "--output-dir", str(tmp_path), epochs=3)) as run:
+    with training.start(flags_for("--checkpoint-steps", str(every), "--output-dir", str(tmp_path), epochs=3)) as run:
         program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01, momentum), (X, Y))
 
 
@@ -635,7 +635,7 @@ def test_what_an_epoch_gathers_is_said_when_only_its_end_is_left(tmp_path, capsy
     """A run that was killed in an evaluation ended with ZeroDivisionError at each start."""
     head, each = "total, count = 0.0, 0", "total += value\ncount += 1"
     with pytest.raises(KeyError):
-        trained(tmp_path, nn.Linear(3, 1), "", head, each, "epoch == 1 and {}[0]")
+        trained(tmp_path, nn.Linear(3, 1), "", head, each, "epoch == 1 and {}[0]", every=2)
     capsys.readouterr()
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path, nn.Linear(3, 1), "", head, each, "total / count")

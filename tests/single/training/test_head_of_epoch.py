@@ -9,9 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from hvdtrain.engines.lock import Lock
-from tests.single.training.small import Stateful, Trained, X, killed, network, nothing, resumed, squares
-
-SAVED = ("--checkpoint-steps", "1")
+from tests.single.training.small import Stateful, Trained, X, killed, network, nothing, resumed, saving, squares
 
 
 def change_all(t):
@@ -53,7 +51,7 @@ def evaluated(t, loss, stops):
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_the_head_of_a_resumed_epoch_counts_once(tmp_path):
     def program(directory, kill):
-        t = counted(directory, *SAVED, head=lambda t, _: change_all(t), kill=kill)
+        t = counted(directory, *saving(kill), head=lambda t, _: change_all(t), kill=kill)
         state = {name: value.tolist() for name, value in t.net.state_dict().items()}
         return state, t.rate(), t.counter.number, copy.deepcopy(t.scheduler.state_dict())
 
@@ -134,7 +132,7 @@ def test_a_resumed_run_has_the_modes_of_its_modules(place, stops, tmp_path):
             losses[t.step.number] = t.losses[-1]
 
         t = Trained(
-            *SAVED, out=directory, lr=0.05, data=[X], epochs=epochs, kill=stop, each=each,
+            *saving(stop), out=directory, lr=0.05, data=[X], epochs=epochs, kill=stop, each=each,
             registered=lambda t: dict(teacher=network()), head=lambda t, _: head(t.net, t.teacher),
             loss=lambda t, x: (t.model(x) - t.teacher(x).detach()).square().mean(),
             before=lambda t: (evaluate(t, "before"), before(t.net, t.teacher)),
@@ -177,7 +175,7 @@ def test_the_head_of_a_resumed_epoch_of_a_longer_run_counts_once(head, tmp_path)
             t.optimizer.param_groups[0]["lr"] *= lowered
 
         Trained(
-            *SAVED, out=tmp_path, net=nn.Linear(3, 1), lr=0.8, data=[X], loss=squares, epochs=epochs, kill=kill,
+            *saving(kill), out=tmp_path, net=nn.Linear(3, 1), lr=0.8, data=[X], loss=squares, epochs=epochs, kill=kill,
             registered=lambda t: dict(scheduler=LambdaLR(t.optimizer, lambda n: 0.5**n)) if "scheduler" in head else {},
             head=at_head, each=each,
         )  # fmt: skip
@@ -199,8 +197,8 @@ def test_a_scheduler_with_last_epoch_finds_the_initial_rate(tmp_path):
 
     how = dict(out=tmp_path, net=lambda: nn.Linear(3, 1), data=[X], loss=squares, epochs=3, registered=scheduled)
     how |= dict(tail=lambda t, _: t.scheduler.step())
-    killed(Trained, *SAVED, **how, kill=8)
-    assert Trained(*SAVED, **how).scheduler.get_last_lr() == [0.0125]
+    killed(Trained, *saving(8), **how, kill=8)
+    assert Trained(**how).scheduler.get_last_lr() == [0.0125]
 
 
 def test_a_copy_of_a_running_run_is_not_locked(tmp_path):

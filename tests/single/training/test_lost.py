@@ -32,6 +32,7 @@ from tests.single.training.small import (
     killed,
     network,
     resumed,
+    saving,
 )
 
 NUMBERED = TensorDataset(X, Y, torch.arange(N))
@@ -90,7 +91,7 @@ def test_weights_that_are_set_after_they_were_restored_are_refused(tmp_path):
             if not (only_at_start and t.run.state.step):
                 t.net[3].reset_parameters()
 
-        return Trained("--checkpoint-steps", "1", out=directory, kill=stop, before=init).losses
+        return Trained(*saving(stop), out=directory, kill=stop, before=init).losses
 
     killed(program, tmp_path / "a", 3)
     with pytest.raises(
@@ -107,7 +108,7 @@ def test_weights_of_each_of_several_models_are_looked_after(tmp_path):
     def program(directory, stop):
         first, last = network(), network()
         optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], 0.1)
-        with training.start(flags_for("--checkpoint-steps", "1", "--output-dir", str(directory))) as run:
+        with training.start(flags_for(*saving(stop), "--output-dir", str(directory))) as run:
             run.prepare(first, last, optimizer)
             if run.state.step:
                 first[3].reset_parameters()
@@ -308,7 +309,7 @@ def test_a_data_set_whose_order_is_another_one_at_the_resume_is_said(make, told,
         random.Random(seed).shuffle(order)
         data = DataLoader(make(order, f"/copy{stop}"), batch_size=8)
         with pytest.raises(Killed) if stop else contextlib.nullcontext():
-            Trained("--checkpoint-steps", "1", out=tmp_path, kill=stop, data=(data,))
+            Trained(*saving(stop), out=tmp_path, kill=stop, data=(data,))
     line = f"warning: the {told} of the data set are not those of the run so far: sort the names of files and classes"
     assert (line in capsys.readouterr().out) == (seeds == (1, 2))
 
@@ -355,7 +356,7 @@ def test_a_resumed_epoch_keeps_its_order_where_the_weights_have_changed_since(in
             "loss": loss,
             "data": (loader,),
         }
-        Trained("--checkpoint-steps", "1", out=directory, kill=stop, epochs=3, **how)
+        Trained(*saving(stop), out=directory, kill=stop, epochs=3, **how)
         return order
 
     whole, apart = resumed(program, tmp_path, 5)  # the second step of the second epoch
@@ -449,7 +450,7 @@ def test_data_of_an_epoch_that_are_others_when_it_is_resumed_are_said(kind, at, 
     for where, kill in ((0, stop), (at, None)):
         with pytest.raises(Killed) if kill else contextlib.nullcontext():
             Trained(
-                "--checkpoint-steps", "1", out=tmp_path, kill=kill, data=partial(lambda at, t: of_labels(kind, at), where),
+                *saving(kill), out=tmp_path, kill=kill, data=partial(lambda at, t: of_labels(kind, at), where),
                 loss=lambda t, x, y, _: (t.model(x) - y).square().mean(), changes=kind != "tensors",
             )  # fmt: skip
     said = "warning: the data of this epoch are not those with which it began, and some samples are used twice or never"
@@ -481,7 +482,7 @@ def test_what_a_program_sets_in_its_data_set_for_an_epoch_is_left_alone(head, st
     for kill in (stop, None):
         data = Leveled()
         with pytest.raises(Killed) if kill else contextlib.nullcontext():
-            Trained("--checkpoint-steps", "1", out=tmp_path, kill=kill, data=(DataLoader(data, 8),),
+            Trained(*saving(kill), out=tmp_path, kill=kill, data=(DataLoader(data, 8),),
                     head=partial(lambda data, t, epoch: head(data, epoch), data))  # fmt: skip
     assert "of the run so far" not in capsys.readouterr().out
 

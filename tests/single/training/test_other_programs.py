@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from hvdtrain import training
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, Trained, X, Y, killed
+from tests.single.training.small import Killed, Trained, X, Y, killed, saving
 
 
 def trained(directory, make, optimizer_of, *argv, **how):
@@ -18,7 +18,7 @@ def trained(directory, make, optimizer_of, *argv, **how):
     torch.manual_seed(3)
     net = make()
     how |= dict(net=net, optimizer=lambda _: optimizer_of(net), loss=lambda t, x, y: F.mse_loss(t.model(x), y))
-    Trained("--checkpoint-steps", "1", *argv, out=directory, **how)
+    Trained(*saving(how.get("kill")), *argv, out=directory, **how)
     return net
 
 
@@ -293,9 +293,9 @@ def scripted():
 
 def test_a_scripted_model_is_resumed_to_the_bit(tmp_path):
     """It was optimized after some calls of a process, so that the last bits of losses were others."""
-    whole = Trained("--checkpoint-steps", "1", out=tmp_path / "whole", net=scripted, epochs=6)
+    whole = Trained(out=tmp_path / "whole", net=scripted, epochs=6)
     with pytest.raises(Killed):
-        Trained("--checkpoint-steps", "1", out=tmp_path / "apart", net=scripted, epochs=6, kill=13)
+        Trained(*saving(13), out=tmp_path / "apart", net=scripted, epochs=6, kill=13)
     apart = Trained(out=tmp_path / "apart", net=scripted, epochs=6)
     assert torch.equal(whole.weights(), apart.weights())
 

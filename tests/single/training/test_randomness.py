@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvdtrain.checkpoint.own import IN_STEPS, Saved
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, N, Trained, X, Y, resumed
+from tests.single.training.small import Killed, N, Trained, X, Y, resumed, saving
 
 GENERATORS = {
     "torch": lambda: torch.Generator().manual_seed(4),
@@ -57,7 +57,7 @@ def program(directory, stop=None, *, epochs=3, data=(X, Y)):
         at(t, "after the evaluation", epoch)
 
     Trained(
-        "--checkpoint-steps", "1", out=directory, epochs=epochs, data=data, registered=registered, tail=tail,
+        *saving(stop and stop[1]), out=directory, epochs=epochs, data=data, registered=registered, tail=tail,
         net=lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)), before=lambda t: at(t, "before"),
         head=lambda t, epoch: at(t, "head", epoch, round(t.run.epochs_done * N), t.run.progress),
         at_step=lambda t: at(t, "step", t.step.number), each=lambda t: at(t, "updated", t.step.number),

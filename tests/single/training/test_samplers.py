@@ -219,9 +219,8 @@ def test_a_run_uses_what_was_drawn_also_after_it_was_killed(kind, tmp_path):
     whole = train(loader())
     assert whole == {epoch: expected.order(1, epoch).tolist() for epoch in range(3)}
 
-    saved = ("--output-dir", str(tmp_path), "--checkpoint-steps", "1")
-    small.killed(train, loader(), *saved, kill=9)
-    rest = train(loader(), *saved)
+    small.killed(train, loader(), *small.saving(9), out=tmp_path, kill=9)
+    rest = train(loader(), out=tmp_path)
     used = sum((len(samples) for samples in rest.values()), 0)
     assert list(itertools.chain(*rest.values())) == list(itertools.chain(*whole.values()))[-used:]
     assert 0 < used < 3 * expected.samples

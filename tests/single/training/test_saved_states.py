@@ -14,7 +14,7 @@ from torch import nn
 from hvdtrain import training
 from hvdtrain.engines.collectives import load_exactly
 from hvdtrain.engines.errors import UserError
-from tests.single.training.small import Killed, N, Trained, X, Y, flags_for, killed, resumed, train
+from tests.single.training.small import Killed, N, Trained, X, Y, flags_for, killed, resumed, saving, train
 
 
 class Own(torch.optim.SGD):
@@ -84,7 +84,7 @@ UPDATES = {
 def run_to_the_end(directory, make, stop=None, register=None, **how):
     """Train the small regression; return its state. make: the optimizer. stop: the step after which to end."""
     how |= dict(optimizer=make, registered=lambda t: register or {}, kill=stop)
-    state = Trained("--checkpoint-steps", "1", out=directory, **how).net.state_dict()
+    state = Trained(*saving(stop), out=directory, **how).net.state_dict()
     return torch.cat([value.reshape(-1) for value in state.values()])
 
 
@@ -190,7 +190,7 @@ def test_a_setting_that_is_a_number_of_numpy_is_restored(tmp_path):
             t.optimizer.param_groups[0].update(lr=np.float64(0.1), momentum=np.float32(0.9))
 
         sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        return Trained("--checkpoint-steps", "1", out=directory, kill=stop, optimizer=sgd, at_step=schedule).losses
+        return Trained(*saving(stop), out=directory, kill=stop, optimizer=sgd, at_step=schedule).losses
 
     whole, apart = resumed(program, tmp_path, 3)
     assert whole[-len(apart) :] == apart
@@ -374,7 +374,7 @@ def test_a_number_of_a_registered_object_that_no_resume_would_bring_back_is_said
     for end in (7, None):
         capsys.readouterr()
         with contextlib.suppress(Killed):
-            Trained("--checkpoint-steps", "1", out=tmp_path, registered=lambda t: dict(what=make(t.net, t.optimizer)),
+            Trained(*saving(end), out=tmp_path, registered=lambda t: dict(what=make(t.net, t.optimizer)),
                     each=each, kill=end)  # fmt: skip
         lines = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
         told = [line.partition("its ")[2].split(" has changed, and a resumed run would begin with ") for line in lines]
@@ -414,9 +414,7 @@ def test_an_optimizer_of_a_registered_object_is_said_once_or_goes_on(keeps, more
     for kill in (7, None, None):
         with contextlib.suppress(Killed):
             folder = tmp_path / str(len(ends))  # at last, a run that was not killed
-            t = Trained(
-                "--checkpoint-steps", "1", out=folder, registered=registered, each=lambda t: t.critic.step(), kill=kill
-            )
+            t = Trained(*saving(kill), out=folder, registered=registered, each=lambda t: t.critic.step(), kill=kill)
             ends.append(t.critic.layer.weight.item())
     said = (
         "warning: run.register(critic=...): the state of its optimizer is not in its own state: register it, too, as "

@@ -215,9 +215,6 @@ LOADERS = {
 }
 
 
-SAVED = ("--checkpoint-steps", "1")
-
-
 def train(loader, *argv, epochs=2, **how):
     """Return the samples by epoch, and the weights."""
     seen = {}
@@ -237,7 +234,7 @@ def resumed_at(directory):
 
 
 def killed_and_continued(make, tmp_path):
-    program = lambda out, kill: train(make(), *SAVED, out=out, kill=kill)  # noqa: E731
+    program = lambda out, kill: train(make(), *small.saving(kill), out=out, kill=kill)  # noqa: E731
     (seen, weights), (rest, after) = small.resumed(program, tmp_path, 19)  # of 26 steps
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
     taken = resumed_at(tmp_path / "apart")
@@ -262,11 +259,11 @@ def test_a_stop_in_an_evaluation_before_the_steps_keeps_the_position(tmp_path, m
 
     make, how = LOADERS["stateful"], dict(out=tmp_path, before=evaluate)
     seen, weights = train(make(), before=evaluate)
-    small.killed(train, make(), *SAVED, **how, kill=19)
+    small.killed(train, make(), *small.saving(19), **how, kill=19)
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.loop.stopping.Stopping.is_asked_anywhere", lambda self: True)
-        assert train(make(), *SAVED, **how)[0] == {}
-    rest, after = train(make(), *SAVED, **how)
+        assert train(make(), **how)[0] == {}
+    rest, after = train(make(), **how)
     assert rest == {1: seen[1][resumed_at(tmp_path) :]}
     assert after == weights
 
@@ -343,11 +340,11 @@ ANEW = {
 @pytest.mark.parametrize("kind", ANEW)
 def test_without_a_position_the_epoch_begins_anew_and_says_so(kind, tmp_path, capsys):
     make, make_again, why = ANEW[kind]
-    small.killed(train, make(), *SAVED, out=tmp_path, kill=5)
+    small.killed(train, make(), *small.saving(5), out=tmp_path, kill=5)
     said = capsys.readouterr().out
     lost = "Numbers has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
     assert (lost in said) == (make_again is None)
-    rest, _ = train((make_again or make)(), *SAVED, out=tmp_path)
+    rest, _ = train((make_again or make)(), out=tmp_path)
     assert sorted(rest[0]) == list(range(N))
     taken = resumed_at(tmp_path)
     assert f"epoch 1 of the stream begins anew, after {taken} samples: {why}" in capsys.readouterr().out
@@ -479,9 +476,9 @@ def test_datasets_still_mistakes_the_state_of_a_worker_for_that_of_the_rank(tmp_
     def loader():
         return DataLoader(hugging_face({}), 4, collate_fn=collate, num_workers=2)
 
-    small.killed(train, loader(), *SAVED, out=tmp_path, kill=5)
+    small.killed(train, loader(), *small.saving(5), out=tmp_path, kill=5)
     with pytest.raises(IndexError, match="list index out of range"):
-        train(loader(), *SAVED, out=tmp_path)
+        train(loader(), out=tmp_path)
 
 
 def number_of(sample):
@@ -511,10 +508,10 @@ def test_a_killed_run_on_a_webdataset_begins_its_epoch_anew_and_says_so(workers,
 
     seen, _ = train(loader())
     assert [sorted(seen[epoch]) for epoch in (0, 1)] == [list(range(N))] * 2
-    small.killed(train, loader(), *SAVED, out=tmp_path / "out", kill=19)
+    small.killed(train, loader(), *small.saving(19), out=tmp_path / "out", kill=19)
     lost = "WebDataset has no state_dict and load_state_dict: a resumed run begins the epoch of this stream anew"
     assert lost in capsys.readouterr().out
-    rest, _ = train(loader(), *SAVED, out=tmp_path / "out")
+    rest, _ = train(loader(), out=tmp_path / "out")
     assert rest == {1: seen[1]}
     taken = resumed_at(tmp_path / "out")
     assert (
