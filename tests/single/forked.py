@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 # Whoever is forked leaves the loop, and ends as a script does, after its own program.
 PARENT = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 first, programs, folder = json.load(sys.stdin)
 exec(first)
+gc.freeze()  # else each looks at all of torch's objects when it ends
 codes = {}
 for name, program in programs.items():
     if (pid := os.fork()) == 0:

@@ -30,6 +30,7 @@ from hvdtrain.launching.meeting import Meeting
 from hvdtrain.launching.supervisor import Supervisor
 from hvdtrain.starter import parse
 from tests.e2e.launchers import PYTHON, free_port, members, running
+from tests.single.forked import ends_of
 from tests.waiting import wait_for
 
 STARTER = f"{PYTHON} {shlex.quote(str(Path(__file__).parent / 'without_imports.py'))} starter --oversubscribe"
@@ -123,33 +124,35 @@ def test_a_module_that_starts_a_thread_or_cannot_be_imported_is_refused(tmp_path
 
 ASKS_CUDA = """
 import os, sys, torch
+from hvdtrain import training
 from hvdtrain.engines import gpu
 from hvdtrain.launching import forker
-torch.cuda._device_count_nvml = lambda: NVML
-gpu.gpus_here = lambda environment: GPUS
 forker.FIRST_IMPORTS = ("torch",)
-forker.preload("import hvdtrain.training" if NVML < GPUS else "", ["asks"])
-if (pid := os.fork()) == 0:
-    os._exit(torch.cuda._is_in_bad_fork())
-print("lost" if os.waitpid(pid, 0)[1] else "kept", "torch._dynamo" in sys.modules)
+sys.path.append(FOLDER)
+
+def asks(gpus, nvml):
+    torch.cuda._device_count_nvml = lambda: nvml
+    gpu.gpus_here = lambda environment: gpus
+    forker.preload("import hvdtrain.training" if nvml < gpus else "", ["asks"])
+    if (pid := os.fork()) == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    print("lost" if os.waitpid(pid, 0)[1] else "kept", "torch._dynamo" in sys.modules)
 """
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason="this torch is for CPUs")
-@pytest.mark.parametrize(
-    ("gpus", "nvml", "said"),
-    [
-        (1, 1, "kept False"),
-        (1, -1, "--import asks starts CUDA, which does not survive a fork: leave it out"),  # where NVML does not answer
-        (0, -1, "lost True"),  # and not needed; what optimizers import asks nothing
-    ],
-)
-def test_forked_ranks_have_cuda_whatever_was_asked_of_it(gpus, nvml, said, tmp_path):
+def test_forked_ranks_have_cuda_whatever_was_asked_of_it(tmp_path):
     """As torch.utils.cpp_extension and torch.utils.benchmark do when they are imported."""
     (tmp_path / "asks.py").write_text("import torch\ntorch.cuda.is_available(), torch.cuda.device_count()\n")
-    program = ASKS_CUDA.replace("NVML", str(nvml)).replace("GPUS", str(gpus))
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert said in done.stdout + done.stderr, done
+    said = {
+        "asks(1, 1)": "kept False",
+        # Where NVML does not answer.
+        "asks(1, -1)": "--import asks starts CUDA, which does not survive a fork: leave it out",
+        "asks(0, -1)": "lost True",  # and not needed; what optimizers import asks nothing
+    }
+    ends = ends_of(ASKS_CUDA.replace("FOLDER", repr(str(tmp_path))), {one: one for one in said}, tmp_path)
+    for one, end in ends.items():
+        assert said[one] in end.out + end.err, end
 
 
 # ---- how ranks begin and end

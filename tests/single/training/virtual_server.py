@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
