@@ -118,7 +118,9 @@ def test_a_loss_over_all_ranks_that_is_not_finite_on_one_ends_every_rank(rank, e
         trained(engine, net=nn.Linear(3, 4), data=[X], loss=loss, epochs=1)
 
 
-@pytest.mark.parametrize("flags", ["--compression none", "--compression fp16", "--accumulate 2"])
+@pytest.mark.parametrize(
+    "flags", ["--compression fp16", *(pytest.param(flags, marks=pytest.mark.slow) for flags in ("", "--accumulate 2"))]
+)
 def test_weights_in_channels_last_train_as_contiguous_ones_and_resume(engine, flags, shared_directory):
     images = torch.randn(N, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 
@@ -343,7 +345,7 @@ def test_a_step_of_whole_batches_or_without_the_last_has_enough_for_batch_norm(e
     assert sum(itertools.chain(*engine.all_gather_object(seen, "seen"))) == whole
 
 
-@pytest.mark.parametrize("use_buffers", [True, False])
+@pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_average_of_weights_keeps_each_ranks_statistics(engine, use_buffers, shared_directory):
     """Of a network with batch norm: in a checkpoint within an epoch, in a resumed run, in --evaluate and in an export."""
     torch.manual_seed(5)
@@ -433,7 +435,13 @@ def undisturbed(engine, tmp_path_factory):
     return losses, weights
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3], ids=["first", "second", "in a later epoch", "after the last epoch"])
+SLOWLY = [
+    pytest.param(1, marks=pytest.mark.slow, id="second"),
+    pytest.param(3, marks=pytest.mark.slow, id="after the last"),
+]
+
+
+@pytest.mark.parametrize("stop", [pytest.param(0, id="first"), pytest.param(2, id="in a later epoch"), *SLOWLY])
 def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(
     engine, stop, undisturbed, shared_directory
 ):

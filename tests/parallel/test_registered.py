@@ -59,7 +59,7 @@ def train(engine, directory, kill=None):
     return seen, [[row.tolist() for row in pool.rows], queue.keys.tolist()], net.weight.tolist()
 
 
-@pytest.mark.parametrize("in_epoch", [1, 2])
+@pytest.mark.parametrize("in_epoch", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_rank_goes_on_with_what_it_had(in_epoch, engine, shared_directory, capsys):
     whole, held, weights = train(engine, Path(shared_directory, "whole"))
     ranks = engine.all_gather_object(held, "held")

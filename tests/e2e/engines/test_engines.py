@@ -107,10 +107,10 @@ def test_ddp_under_every_launcher(launcher, tmp_path, without_horovod):
         assert "Horovod is not installed here; `make setup` builds it" in done.stdout.splitlines()[0], done
 
 
-SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in (("mpirun", 2), ("mpirun", 3), ("starter", 2))]
+SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in (("mpirun", 2), ("mpirun", 3), ("starter", 3))]
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("starter", 3), *SLOWLY])
+@pytest.mark.parametrize(("launcher", "ranks"), [("starter", 2), *SLOWLY])
 def test_more_gradients_than_horovod_remembers(launcher, ranks, tmp_path):
     """They were one bucket, and the ranks hung or crashed in the second step."""
     (tmp_path / "many.py").write_text(MANY)
@@ -118,7 +118,7 @@ def test_more_gradients_than_horovod_remembers(launcher, ranks, tmp_path):
     done = launch(f"{start} {tmp_path / 'out'}", cwd=tmp_path)
     assert done.code == 0, done
     assert summary(tmp_path / "out")["steps"] == 12 // ranks
-    if launcher == "mpirun":
+    if (launcher, ranks) != ("starter", 3):
         return
     small = launch(f"{start} {tmp_path / 'small'}", cwd=tmp_path, HOROVOD_CACHE_CAPACITY="2000")
     refused = "HOROVOD_CACHE_CAPACITY is 2000, too small for 3000 gradients: set it to 3256 or more, or to 0"

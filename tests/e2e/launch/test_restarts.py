@@ -150,7 +150,10 @@ exit_codes.run_command(mnist.main)
     done = wrapper(name, "-np", "2", "--restarts", "2", "--", *program, timeout=200)
     assert done.code == 0, done
     assert "restart 1 of 2, from step-000000" in done.stderr
-    assert len(events(tmp_path / "killed", "resume")) == 1
+    (resumed,) = events(tmp_path / "killed", "resume")
+    assert 0 < resumed["step"] < 20
+    lines = events(tmp_path / "killed")
+    assert [line["event"] for line in lines][0 :: len(lines) - 1] == ["start", "end"]  # one record of both parts
     assert (
         tmp_path / "forked"
     ).read_text() == "1111"  # both attempts' ranks, by a process that had imported everything

@@ -17,6 +17,7 @@ def whole(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow  # test_restarts.py has the same, started again by the wrapper
 def test_a_killed_run_ends_as_if_nothing_had_been(whole, tmp_path):
     """Other launchers, other places and a checkpoint that is half written: tests/e2e/commands/test_audit.py."""
     killed = attacked(tmp_path, attack=dict(rank=1, point="backward", count=5, kind="kill"), launcher="starter")
