@@ -95,7 +95,13 @@ class Louder(torch.optim.SGD):
         super().step(closure)
 
 
+class WithoutClosure(torch.optim.SGD):
+    def step(self) -> None:
+        super().step()
+
+
 OPTIMIZERS = {
+    "a step without a closure": partial(WithoutClosure, lr=0.1),
     "state from the constructor": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     "an argument that is an attribute": lambda p: Louder(p, lr=0.01, times=5.0),
 }
@@ -188,15 +194,6 @@ def test_a_rank_whose_loss_does_not_depend_on_the_model_adds_nothing(engine):
     ).net  # fmt: skip
     assert alike(engine, net)
     assert torch.equal(net.weight, *started_with) == (engine.size == 1)
-
-
-class WithoutClosure(torch.optim.SGD):
-    def step(self) -> None:
-        super().step()
-
-
-def test_an_optimizer_whose_step_takes_no_closure(engine):
-    equals_plain(engine, lambda: nn.Linear(3, 1), optimizer=partial(WithoutClosure, lr=0.1))
 
 
 def test_a_gradient_missing_on_one_rank_is_named_on_all(engine):
@@ -316,16 +313,14 @@ def test_samples_that_a_collate_fn_leaves_out_on_one_rank_do_not_count_on_any(en
 
 
 def test_a_step_of_several_data_sets_takes_tensors(engine):
-    with a_run(engine, epochs=1) as run:
-        net, count = nn.Linear(3, 1), 0
-        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in run.epochs(1):
-            for step in run.steps({"a": (X,), "b": (X, Y)}):
-                for batch in step.batches():
-                    count += len(batch["b"][1]) * (step.batch.count > 0)
-                    step.backward(model(batch["a"][0]).mean() + model(batch["b"][0]).mean())
-                step.update()
-    assert sum(engine.all_gather_object(count, "count")) == len(X)
+    counts = []
+
+    def loss(t, batch):
+        counts.append(len(batch["b"][1]) * (t.step.batch.count > 0))
+        return t.model(batch["a"][0]).mean() + t.model(batch["b"][0]).mean()
+
+    trained(engine, data=[{"a": (X,), "b": (X, Y)}], loss=loss, epochs=1)
+    assert sum(engine.all_gather_object(sum(counts), "count")) == len(X)
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -435,13 +430,7 @@ def undisturbed(engine, tmp_path_factory):
     return losses, weights
 
 
-SLOWLY = [
-    pytest.param(1, marks=pytest.mark.slow, id="second"),
-    pytest.param(3, marks=pytest.mark.slow, id="after the last"),
-]
-
-
-@pytest.mark.parametrize("stop", [pytest.param(0, id="first"), pytest.param(2, id="in a later epoch"), *SLOWLY])
+@pytest.mark.parametrize("stop", [0, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3))])
 def test_an_evaluation_that_was_stopped_and_repeated_ends_with_the_same_bits(
     engine, stop, undisturbed, shared_directory
 ):

@@ -254,10 +254,10 @@ OF_ENGINES = {
     },
 }  # fmt: skip
 CASES = NEED_TWO | ALWAYS | OF_ENGINES["horovod"] | OF_ENGINES["ddp"]
-SLOW = {"that of a worker"}  # each rank's imports torch
+SLOW = {"that of a worker": pytest.mark.slow}  # each rank's imports torch
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=SLOW.get(case, ())) for case in CASES])
 def test_every_rank_is_told_in_one_line(engine, case):
     if case in NEED_TWO and engine.size == 1:
         pytest.skip("ranks that differ: needs two")

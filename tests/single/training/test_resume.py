@@ -99,15 +99,11 @@ def test_another_configuration_is_refused_with_the_flags_named(flags, copy):
 
 
 def test_a_resumed_run_says_that_other_weights_are_not_used(copy, tmp_path, capfd):
+    """And does not need those with which it began."""
     file = tmp_path / "weights.pt"
     assert export.main([str(copy), "--to", str(file)]) == 0
     assert alone(copy, f"--weights {file}") == 0
     assert f"--weights {file} is not used: the weights are those of the checkpoint" in capfd.readouterr().out
-
-
-def test_a_run_that_is_resumed_does_not_need_the_weights_with_which_it_began(copy, tmp_path):
-    file = tmp_path / "weights.pt"
-    assert export.main([str(copy), "--to", str(file)]) == 0
     assert alone(tmp_path / "out", f"--weights {file}") == 0
     file.unlink()
     assert alone(tmp_path / "out", f"--epochs 3 --weights {file}") == 0
@@ -446,22 +442,17 @@ def test_an_output_directory_may_be_a_text_that_the_program_sets(tmp_path):
     assert (tmp_path / "out").is_dir()
 
 
-def test_a_stop_signal_that_the_launcher_has_blocked_is_heard(finished, tmp_path, monkeypatch):
-    """The mask of signals is inherited: SIGTERM was not delivered, and the run went on to its end."""
-    monkeypatch.setattr(watch, "_blocked", {signal.SIGUSR1})
-    monkeypatch.setattr(Activity, "begin_step", signalled(signal.SIGUSR1, 1))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        assert alone(tmp_path / "out") == 75
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU])
 def test_stop_signal_saves_and_leaves_with_75(number, finished, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Activity, "begin_step", signalled(number, 1))
-        assert alone(tmp_path / "out") == 75
+    """Also one that the launcher has blocked: the mask is inherited, and the run went on to its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked := {signal.SIGUSR1} & {number})
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "_blocked", blocked)
+            patch.setattr(Activity, "begin_step", signalled(number, 1))
+            assert alone(tmp_path / "out") == 75
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     (stop,) = events(tmp_path / "out", "stop")
     assert stop["reason"].startswith(f"{number.name} on rank 0")
     assert stop["step"] == 2
