@@ -25,7 +25,7 @@ from hvdtrain import cli
 from hvdtrain.checks import host, nvidia_smi, ranks
 from hvdtrain.checks.findings import Findings, Here, merged, show
 from hvdtrain.engines.choice import start_engine
-from hvdtrain.engines.launchers import announced, horovod_is_installed
+from hvdtrain.engines.launchers import announced, lack_of_horovod
 from hvdtrain.flags import Flags
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run_command
 
@@ -85,7 +85,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     )
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     flags = parser.parse(argv)
-    if flags.engine == "serial" and flags.engine_reason and horovod_is_installed():
+    if flags.engine == "serial" and flags.engine_reason and not lack_of_horovod():
         flags.engine = "horovod"  # it is this machine that is examined, and what a launcher would start on it
     return flags
 

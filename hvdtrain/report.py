@@ -10,6 +10,7 @@ time of the command: repeat the command to update it.
 
 import base64
 import io
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -69,7 +70,7 @@ PLOT_STYLE: Any = {
     "font.size": 7.5, "axes.titlesize": 7.5, "axes.linewidth": 0.5, "lines.linewidth": 1.0,
     "lines.markersize": 3.2, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "text.parse_math": False,  # a name may hold dollar signs
+    "text.parse_math": False, "text.usetex": False,  # a name may hold dollar signs, and LaTeX be missing
 }  # fmt: skip
 Draw = Callable[["Axes"], None]
 
@@ -280,6 +281,7 @@ def draw_shares(axes: "Axes", bars: Sequence[tuple[str, dict[str, float]]]) -> N
 
 def png(draws: Sequence[Draw], height: float = HEIGHT) -> bytes:
     """Return the plots side by side, with one legend below, as a PNG file."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's may be unknown here, and plots are files
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which would search for a window system
 

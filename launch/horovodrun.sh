@@ -9,6 +9,7 @@ usage='launch/horovodrun.sh [OPTIONS] [--] PROGRAM...
 read_options "$@"
 
 [[ -w /dev/shm || ${DRY_RUN:-0} != 0 ]] || refuse "/dev/shm cannot be written (read-only or absent): mount it, or use mpirun.sh"
+type horovodrun >/dev/null 2>&1 || [[ ${DRY_RUN:-0} != 0 ]] || refuse "no horovodrun on PATH: activate the environment"
 command=(horovodrun -np "$ranks")
 [[ -z $hosts ]] || command+=(-H "$hosts")
 asked=$transport

@@ -204,6 +204,8 @@ def newest(
             warn(f"checkpoint {path} is of another step: renamed to {own.name}")
             return newest(directory, warn)
         except OSError as error:  # may be temporary: do not rename the file
+            if not os.path.lexists(path):  # a run that trains has removed it: a newer one is there
+                return newest(directory, warn, keep_names=keep_names)
             unread.append(error)
             warn(f"checkpoint {path} cannot be read ({error.strerror}); trying the previous one")
         except Damaged as error:

@@ -80,6 +80,7 @@ class Remote:
         self._has_directories = not self._fs.async_impl
         self.run: str | None = None  # its `run_identity`
         self.checkpoints: dict[str, dict[str, Any]] = {}  # complete ones, by name, newest first
+        self.damaged: list[str] = []  # those of them that `get_first` could not read
 
     def is_at(self, directory: Path) -> bool:
         """Return whether the URL is that of a directory here."""
@@ -198,7 +199,8 @@ class Remote:
             try:
                 return self.get(directory, CHECKPOINTS, name)
             except (Differs, FileNotFoundError) as error:
-                lines.warn(f"{reason(error)}; trying the next one")
+                self.damaged.append(name)
+                lines.warn(f"{reason(error)}; it is left out")
         return None
 
 
@@ -253,15 +255,18 @@ def restore_from_mirror(remote: Remote, output_dir: Path, flag: str) -> None:
     if os.path.lexists(record) and run_identity(output_dir) != remote.run:
         record.rename(files.unused_name(record))
     make_room_for_summary(output_dir / SUMMARY)
-    for name in (METRICS, SUMMARY):  # first: a checkpoint without a record would be another run's
-        with contextlib.suppress(FileNotFoundError):
-            remote.get(output_dir, name)
+    try:
+        remote.get(output_dir, METRICS)  # first: a checkpoint without a record would be another run's
+    except FileNotFoundError as error:
+        raise UserError(f"{flag} {remote.url} lacks {METRICS}: put it back, or name another place") from error
+    with contextlib.suppress(FileNotFoundError):
+        remote.get(output_dir, SUMMARY)
     newest = remote.get_first(remote.checkpoints, checkpoints)
     if newest is None:
         raise UserError(f"{flag} {remote.url} has no undamaged checkpoint: name another place")
     for best in best_of(remote.checkpoints)[:1]:
-        if not (checkpoints / best).exists():
-            remote.get(checkpoints, CHECKPOINTS, best)
+        if best not in remote.damaged and not (checkpoints / best).exists():
+            remote.get_first([best], checkpoints)
     lines.say(f"{newest.name} copied from {remote.url}")
 
 
@@ -273,10 +278,12 @@ def prepare_mirror(output_dir: Path, mirror: str | None, resume: str) -> Remote 
     places = {mirror: "--mirror"} if mirror is not None and (resume == "auto" or is_url(resume)) else {}
     if is_url(resume):
         places.setdefault(resume, "--resume")
+    damaged = set[str]()
     for url, flag in places.items():
         with readable(url, flag) as remote:
             if remote.checkpoints:
                 restore_from_mirror(remote, output_dir, flag)
+                damaged |= {*remote.damaged} if url == mirror else set()
             elif flag == "--resume":
                 raise UserError(f"--resume {url} has no run: name another place, or leave it out")
     if mirror is None:
@@ -288,6 +295,8 @@ def prepare_mirror(output_dir: Path, mirror: str | None, resume: str) -> Remote 
             raise UserError(f"--mirror {mirror} has a run, and --resume starts another: {OTHER_RUN_REMEDY}")
         if remote.checkpoints and remote.run != run_identity(output_dir):
             raise UserError(f"--mirror {mirror} has another run than {output_dir}: {OTHER_RUN_REMEDY}")
+        for name in damaged:  # the same step is copied again
+            del remote.checkpoints[name]
         remote.begin()
         return remote
 

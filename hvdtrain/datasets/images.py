@@ -118,7 +118,8 @@ def list_folder(root: Path) -> tuple[list[str], Listing]:
     except OSError as error:
         raise UserError(f"--data-dir: {error.filename} cannot be read ({error.strerror})") from error
     if not classes:
-        raise UserError(f"--data-dir: {root} has no directory for each class")
+        shards = ": --dataset shards reads its tar files" * any(root.glob("*.tar"))
+        raise UserError(f"--data-dir: {root} has no directory for each class{shards}")
     if empty := [name for name, those in zip(classes, paths, strict=True) if not those]:
         supported = f"Supported extensions are: {', '.join(IMG_EXTENSIONS)}"
         raise UserError(f"--data-dir: Found no valid file for the classes {', '.join(empty)}. {supported}")

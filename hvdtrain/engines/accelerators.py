@@ -1,6 +1,7 @@
 """What a program needs of an accelerator besides tensors: streams, events and copies that do not stop the host."""
 
 import copy
+import os
 import platform
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -21,6 +22,11 @@ REPEATABLE = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
+# Variables of oneDNN and MKL that choose instructions or precision on a CPU, and so the last bits.
+INSTRUCTIONS = (
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+)  # fmt: skip
 
 
 def module_of(device: torch.device) -> Any:
@@ -131,7 +137,8 @@ def arithmetic_of(device: torch.device) -> dict[str, str]:
     """Return what decides how sums on this rank are rounded, by the name that a user knows."""
     if device.type == "cuda":
         return {"GPU": torch.cuda.get_device_name(device), "torch": torch.__version__}
-    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    kind = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    processor = " ".join(kind + [f"{name}={os.environ[name]}" for name in INSTRUCTIONS if name in os.environ])
     return {"--threads": str(torch.get_num_threads()), "processor": processor, "torch": torch.__version__}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from hvdtrain import __version__
 from hvdtrain.engines import accelerators, gpu
 from hvdtrain.engines.base import Engine, Setting
 from hvdtrain.engines.cores import cpu_quota, near_gpu, stay_on, threads_asked, threads_for, turn_on
@@ -119,9 +120,14 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def require_same_flags(engine: Engine, flags: Mapping[str, str]) -> None:
-    """Raise UserError on every rank if flags differ between ranks. A collective."""
-    everyone = engine.all_gather_object(dict(flags), "flags")
+    """Raise UserError on every rank if flags or the versions of hvdtrain differ between ranks. A collective."""
+    versions, everyone = zip(*engine.all_gather_object([__version__, dict(flags)], "flags"), strict=True)
     for rank, theirs in enumerate(everyone):
+        if versions[rank] != versions[0]:
+            message = (
+                f"ranks 0 and {rank} have hvdtrain {versions[0]} and {versions[rank]}: install the same on each host"
+            )
+            raise UserError(message, everywhere=True)
         if unlike := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
             pairs = (f"--{name.replace('_', '-')} {everyone[0].get(name)} and {theirs.get(name)}" for name in unlike)
             message = (

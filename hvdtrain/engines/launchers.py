@@ -276,33 +276,35 @@ def choose_engine(
     environment: Mapping[str, str] = os.environ,
     *,
     supports: Callable[[str], bool] = lambda engine: True,
-    installed: Callable[[], bool] | None = None,
+    lack: Callable[[], str] | None = None,
 ) -> Choice:
     """Return the engine for this process, the same on every rank of a job. Raises UserError as `announced` does.
 
-    supports: whether an engine takes the flags given. installed: whether Horovod is (default: looks for it).
+    supports: whether an engine takes the flags given. lack: why there is no Horovod (default: looks for it).
     """
     launcher, size = (place := announced(environment)).launcher, place.size
     if launcher in OF_DDP:
         return Choice("ddp", f"{launcher} started the ranks")
-    there = (installed or horovod_is_installed)()
+    there = not (why := (lack or lack_of_horovod)())
     if launcher == "none" or (size == 1 and not there):
         if supports("serial"):
             tasks = environment.get("SLURM_NTASKS", "1") if in_batch_shell(environment) else "1"
             rest = f", not the {tasks} tasks of this Slurm job: srun or mpirun starts them" if tasks != "1" else ""
             return Choice("serial", f"one process{rest}")
-        return Choice("horovod", "for these flags") if there else Choice("ddp", f"for these flags; {NO_HOROVOD}")
-    return Choice("horovod", f"{launcher} started the ranks") if there else Choice("ddp", NO_HOROVOD)
+        return Choice("horovod", "for these flags") if there else Choice("ddp", f"for these flags; {why}")
+    return Choice("horovod", f"{launcher} started the ranks") if there else Choice("ddp", why)
 
 
-def horovod_is_installed() -> bool:
-    """Return whether there is a Horovod with its PyTorch extension. It is not imported."""
+def lack_of_horovod() -> str:
+    """Return why there is no Horovod with its PyTorch extension, and the remedy; an empty string if there is. It is not
+    imported."""
     if "horovod.torch" in sys.modules:
-        return True
+        return ""
     try:
         spec = importlib.util.find_spec("horovod")
     except (ImportError, ValueError):  # an import hook that forbids it; a stand-in without a specification
-        return False
-    places = (spec.submodule_search_locations if spec else None) or []
-    # `pip install horovod` without a compiler reports success, and leaves a package without this extension.
-    return any(any(Path(place, "torch").glob("mpi_lib*.so")) for place in places)
+        return NO_HOROVOD
+    places = [*((spec.submodule_search_locations if spec else None) or ())]
+    # Horovod's source, also in the working directory. And `pip install horovod` without a compiler reports success.
+    lack = f"{places[0]} has no PyTorch extension; build it, or start elsewhere" if places else NO_HOROVOD
+    return "" if any(any(Path(place, "torch").glob("mpi_lib*.so")) for place in places) else lack

@@ -31,7 +31,7 @@ from hvdtrain.guards.evidence import main_stack, shown_frames, write_collectives
 from hvdtrain.guards.judge import HangTimeouts, Report
 from hvdtrain.guards.limits import Leaving
 from hvdtrain.launching import processes
-from hvdtrain.launching.exit_codes import FAILED, STOPPED
+from hvdtrain.launching.exit_codes import FAILED, INTERRUPTED, STOPPED, stop_requests
 from hvdtrain.launching.signal_socket import SignalSocket
 
 # A closed terminal sends SIGHUP, a batch system's limit on processor time SIGXCPU.
@@ -169,6 +169,7 @@ class Watch:
             for rank in [rank for rank in self.peers.gone if not self.peers.failed_alike(rank, failure)]:
                 say_within(f"hvdtrain: error: {self.peers.name(rank)} {self.peers.fate(rank)}\n")
         self._closing = True
+        stop_requests.extend([self.stop_reason or ""] * (self.stop_reason is not None))  # before Python handles Ctrl-C
         self.peers.send_all(*last_words)
         self.signals.wake()
         self._thread.join()
@@ -257,7 +258,7 @@ class Watch:
             self._interrupts += number == signal.SIGINT
             # The first Ctrl-C asks to save and stop. Who presses it again does not wait for that.
             if self._interrupts > 1:
-                self.settings.leave(130)
+                self.settings.leave(INTERRUPTED)
             if self.peers.has_left(0):
                 # All ranks have finished their last collective: there is nothing to agree on or to save.
                 self.settings.leave(128 + number)

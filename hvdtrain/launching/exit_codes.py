@@ -1,9 +1,11 @@
 """How a program ends: one line on standard error and an exit code."""
 
 import argparse
+import atexit
 import contextlib
 import linecache
 import re
+import signal
 import socket
 import sys
 import time
@@ -24,11 +26,13 @@ WRONG_INPUT = 2  # one line names the remedy
 TARGET_MISSED = 3
 # Stopped on request, and can be resumed. EX_TEMPFAIL of sysexits.h: Slurm and Kubernetes can distinguish it from a failure.
 STOPPED = 75
+INTERRUPTED = 130  # by a second Ctrl-C
 CALLS = {  # what to write instead, by the name of a method
     "backward": "write step.backward(loss) once in a micro-batch, with the sum of all losses",
     "record": "give each value a name, as in run.record(loss=values)",
     "update": "write step.update() after the loop over step.batches(), with clip_norm= for clipping",
 }
+stop_requests: list[str] = []  # that trainings of this process have heeded
 LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
 
@@ -44,6 +48,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if not callable(main):
             raise UserError("training.main() got what main() returned: write training.main(main)", everywhere=True)
         code = main()
+    except KeyboardInterrupt:
+        if not stop_requests:
+            raise
+        code = INTERRUPTED
     except (UserError, Failure) as error:
         end_with(error)
     except (TypeError, AttributeError) as error:
@@ -54,6 +62,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if (with_remedy := of_the_user(str(error))) is None:
             raise
         end_with(with_remedy)
+    if stop_requests and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        # What has been said is all: another Ctrl-C would add tracebacks of exit handlers. Not now: a notebook lives on.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 

@@ -116,8 +116,8 @@ RUN = "python -m hvdtrain.mnist --engine serial --dataset digits --epochs 1 --tr
 RECORDS = [
     Attempt("record-odd-names", "odd records", "60 runs, some called <b>, $x$, a line break, not UTF-8, -x", f"{RUN}for d in '<b>x' '$\\frac$' $'a\\nb' $'\\xff' ' -x' $(seq 55); do "
             f"cp -r out \"$d\"; done; {REPORT} --output-dir report -- '<b>x' '$\\frac$' $'a\\nb' $'\\xff' ' -x' $(seq 55)", limit=240),
-    Attempt("report-no-home", "odd records", "no HOME, MPLCONFIGDIR below /proc, no display, an odd matplotlibrc",
-            f"{RUN}unset HOME; echo 'axes.prop_cycle: nonsense' > matplotlibrc; MPLCONFIGDIR=/proc/x MPLBACKEND=TkAgg DISPLAY=:99 {REPORT} out --output-dir report"),
+    Attempt("report-no-home", "odd records", "no HOME, MPLCONFIGDIR below /proc, a notebook's MPLBACKEND, an odd matplotlibrc with LaTeX",
+            f"{RUN}unset HOME; printf 'axes.prop_cycle: nonsense\\ntext.usetex: True\\n' > matplotlibrc; MPLCONFIGDIR=/proc/x MPLBACKEND=module://no.such {REPORT} out --output-dir report"),
 ]  # fmt: skip
 
 DATA = [*TEXTS, *IMAGES, *SHARDS, *RECORDS]

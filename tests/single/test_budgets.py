@@ -39,9 +39,10 @@ BUDGETS = {
     # And states that no checkpoint can hold, before training.
     # And what a requeued job has written, and the run that --resume PATH leaves.
     # And a thread that ends with its run.
-    "hvdtrain/checkpoint": 3425,  # with comments that say why
+    # And damage of a mirror.
+    "hvdtrain/checkpoint": 3430,  # with comments that say why
     "hvdtrain/checks": 440,
-    "hvdtrain/datasets": 1600,  # with texts that are compressed
+    "hvdtrain/datasets": 1605,  # with texts that are compressed, shards that are taken for folders
     # The reason of any error, too.
     # With the watch of scripts that do not use hvdtrain, which guards had, the memory of the smallest GPU, --virtual-ranks,
     # ranks in different collectives, and the names of buffers, which loop and checkpoint had.
@@ -52,7 +53,8 @@ BUDGETS = {
     # And the threads that the user has set, what rounds differently.
     # And schedules by the length of a loader.
     # And schedules by the length of a loader, plateaus of the wrong mode.
-    "hvdtrain/engines": 4985,  # with comments that say why
+    # And versions of hvdtrain, variables of MKL, Horovod's source.
+    "hvdtrain/engines": 5000,  # with comments that say why
     "hvdtrain/features": 1245,  # with --virtual-ranks, comments that say why
     "hvdtrain/guards": 1610,  # with stop signals that are blocked at the start, comments that say why
     # With what persistent workers do not see, samplers without an engine, virtual ranks, restart, the order of an epoch in
@@ -64,7 +66,8 @@ BUDGETS = {
     "hvdtrain/inputs": 3080,  # with comments that say why
     "hvdtrain/integrations": 40,
     # With calls that Python refuses, and an output directory that is None.
-    "hvdtrain/launching": 2375,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
+    # And Ctrl-C after a stop.
+    "hvdtrain/launching": 2385,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
     # With --virtual-ranks, a `break`, the number of batches of an evaluation, an output directory that is a text.
     # And lists of rows, calls with a remedy.
     "hvdtrain/loop": 3325,  # with comments that say why
@@ -87,7 +90,7 @@ BUDGETS = {
     # And threads of a program, larger arrays.
     "hvdtrain/program": 2720,  # with comments that say why
     "hvdtrain/training": 20,
-    "launch": 4810,  # with --virtual-ranks
+    "launch": 4815,  # with --virtual-ranks, a horovodrun that is not there
     "tests/*": 605,  # with what writes a checkpoint of several ranks, the names that the oldest PyTorch has
     # With a save of two files.
     "tests/audited": 390,  # with the server of the peers' libraries, and what starts an audit for tests/e2e
@@ -122,8 +125,9 @@ BUDGETS = {
     # And settings of losses.
     # And threads of a program, larger arrays.
     # And what the oldest PyTorch has.
+    # And damage of a mirror, Ctrl-C after a stop.
     # And streams that begin anew at their end.
-    "tests/single": 26440,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 26515,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

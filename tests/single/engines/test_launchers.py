@@ -264,14 +264,14 @@ ALONE_IN_SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
 )
 def test_the_launcher_decides(environment, with_horovod, without):
     for there, engine in ((True, with_horovod), (False, without)):
-        chosen = launchers.choose_engine(environment, installed=lambda there=there: there)
+        chosen = launchers.choose_engine(environment, lack=lambda there=there: "" if there else "none")
         assert chosen.engine == engine
         assert chosen.reason
 
 
 def test_who_has_no_horovod_is_told_how_to_get_it():
-    assert "make setup" in launchers.choose_engine(MPIRUN, installed=lambda: False).reason
-    assert "make setup" not in launchers.choose_engine(TORCHRUN, installed=lambda: False).reason
+    assert "make setup" in launchers.choose_engine(MPIRUN, lack=lambda: launchers.NO_HOROVOD).reason
+    assert "make setup" not in launchers.choose_engine(TORCHRUN, lack=lambda: launchers.NO_HOROVOD).reason
     assert (
         launchers.choose_engine(SBATCH).reason
         == "one process, not the 4 tasks of this Slurm job: srun or mpirun starts them"
@@ -283,7 +283,7 @@ def test_who_has_no_horovod_is_told_how_to_get_it():
 )
 def test_flags_that_one_process_refuses_choose_an_engine_that_takes_them(flags, monkeypatch):
     for there, engine in ((True, "horovod"), (False, "ddp")):
-        monkeypatch.setattr(launchers, "horovod_is_installed", lambda there=there: there)
+        monkeypatch.setattr(launchers, "lack_of_horovod", lambda there=there: "" if there else "none")
         assert mnist.parse(flags.split()).engine == engine
 
 
@@ -306,6 +306,8 @@ def test_a_horovod_without_its_extension_is_none(extension, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         monkeypatch.delitem(sys.modules, name)
-    assert launchers.horovod_is_installed() == extension
+    # Also where it lies in the working directory, before the built one.
+    said = f"{tmp_path}/horovod has no PyTorch extension; build it, or start elsewhere"
+    assert launchers.lack_of_horovod() == said * (not extension)
     monkeypatch.setattr(sys, "path", [])
-    assert not launchers.horovod_is_installed()
+    assert launchers.choose_engine(MPIRUN).reason == launchers.NO_HOROVOD

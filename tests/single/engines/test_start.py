@@ -6,12 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hvdtrain.engines.choice import computes_in_bf16, share_of
+from hvdtrain import __version__
+from hvdtrain.engines.choice import computes_in_bf16, require_same_flags, share_of
 from hvdtrain.engines.cores import cpu_quota, near_gpu, threads_asked, turn_on
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import (
     alone_in_pid_namespace,
     bound_by_default,
@@ -283,6 +286,19 @@ sys.exit(75)
 
 
 FAILS = "lambda: 1 / 0"  # Horovod was shut down
+
+
+@pytest.mark.parametrize(
+    ("version", "rate", "said"),
+    [("0.0.1", 2, "ranks 0 and 1 have hvdtrain .* and 0.0.1: install the same"), (__version__, 2, "different flags")],
+)
+def test_ranks_of_different_versions_or_flags_are_refused(version, rate, said):
+    """A copy of hvdtrain on one host may be old, and its ranks call other collectives."""
+    engine = SimpleNamespace(all_gather_object=lambda mine, name: [mine, [version, {"lr": rate}]])
+    with pytest.raises(UserError, match=said):
+        require_same_flags(engine, {"lr": 1})
+
+
 ARRIVES = "lambda: arrived.append(1)"
 CASES = {  # killed, unanswered, barrier; and what is said
     "killed": ((True, True, ARRIVES), "kept, barrier\nMPI has removed its files\n"),

@@ -20,6 +20,7 @@ from hvdtrain.guards.connection import Channel, Peer, Peers, accept, listen_for_
 from hvdtrain.guards.judge import HangTimeouts
 from hvdtrain.guards.watch import Watch, WatchSettings
 from hvdtrain.launching import processes
+from hvdtrain.launching.exit_codes import stop_requests
 from tests.single.unwritable import full_pipe
 from tests.waiting import wait_for
 
@@ -324,6 +325,8 @@ def test_a_stop_is_known_to_all_ranks_and_obeyed_at_one_step(job):
     assert {rank.stop_reason for rank in some.ranks} == {"SIGUSR1 on rank 2 (h0)"}
     time.sleep(1)
     assert [rank.code for rank in some.ranks] == [None] * 3  # when to leave is then the main threads' matter
+    some.ranks[1].close()
+    assert stop_requests.pop() == "SIGUSR1 on rank 2 (h0)"  # for the exit, where another Ctrl-C is no traceback
 
 
 @pytest.mark.parametrize("begun", [False, True])

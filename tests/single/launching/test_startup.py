@@ -131,6 +131,24 @@ def test_a_signal_during_the_imports_ends_them_in_one_line(number, code, tmp_pat
     assert done.stderr == f"hvdtrain: {number.name} while Python imports, before training: nothing to save\n"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("moment", ["main", "exit"])
+def test_a_second_ctrl_c_once_the_run_is_saved_is_no_traceback(asked, moment, tmp_path):
+    """Of the engine's shutdown, or of an exit handler."""
+    program = (
+        "import atexit, signal, time\n"
+        "from hvdtrain.launching import exit_codes\n"
+        "interrupt = lambda: (signal.raise_signal(signal.SIGINT), time.sleep(20))\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"exit_codes.stop_requests += ['SIGINT'] * {asked}\n"
+        f"atexit.register(interrupt if {moment == 'exit'} else int)\n"
+        f"exit_codes.run_command(lambda: 75 if {moment == 'exit'} else interrupt())\n"
+    )
+    done = python(tmp_path, "-c", program)
+    assert ("KeyboardInterrupt" in done.stderr) == (not asked), done
+    assert done.returncode == {"main": 130 if asked else -2, "exit": -2 if asked else 75}[moment], done
+
+
 @pytest.mark.parametrize(
     "said",
     [

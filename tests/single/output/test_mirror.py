@@ -1,5 +1,6 @@
 """--mirror and --resume with a URL: what is there after a run, after an outage and after a kill, and what is read back."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,12 +22,10 @@ from tests.single.training import small
 from tests.waiting import wait_for
 
 
-def train(
-    out: Path, *flags: str, until: int | None = None, epochs: int = 3, each=small.nothing
-) -> dict[str, torch.Tensor]:
+def train(out: Path, *flags: str, until: int | None = None, epochs: int = 3, **more) -> dict[str, torch.Tensor]:
     """Train, and return the weights. until: the step in which the run is killed."""
     adam = partial(torch.optim.Adam, lr=0.01)
-    return small.Trained(*flags, out=out, optimizer=adam, seed=3, epochs=epochs, each=each, kill=until).net.state_dict()
+    return small.Trained(*flags, out=out, optimizer=adam, seed=3, epochs=epochs, kill=until, **more).net.state_dict()
 
 
 def killed(out: Path, *flags: str, until: int) -> None:
@@ -102,6 +101,28 @@ def test_a_checkpoint_that_was_not_wholly_copied_is_not_taken(tmp_path):
     shutil.rmtree(tmp_path / "out")
     train(tmp_path / "out", "--mirror", f"file://{there}", "--checkpoint-steps", "2")
     assert [checkpoint.name_of(step) for step in resumed(tmp_path / "out")] == [second]
+
+
+@pytest.mark.parametrize("fault", ["flipped", "missing", "no record"])
+def test_a_damaged_best_checkpoint_is_left_out_and_copied_again(fault, tmp_path, capfd):
+    """As the best one, it ended each start: "check the name, the credentials and the network"."""
+    there, out = tmp_path / "there", tmp_path / "out"
+    flags = ("--mirror", f"file://{there}", "--checkpoint-steps", "2")
+    whole = train(out, *flags, tail=evaluate)
+    newest = max((there / "checkpoints").iterdir())
+    (there / "metrics.jsonl" if fault == "no record" else newest).rename(tmp_path / "moved")
+    if fault == "flipped":
+        newest.write_bytes((tmp_path / "moved").read_bytes()[:-1] + b"?")
+    shutil.rmtree(out)
+    if fault == "no record":
+        with pytest.raises(UserError, match=r"lacks metrics.jsonl: put it back, or name another place"):
+            train(out, *flags, tail=evaluate)
+        return
+    torch.testing.assert_close(train(out, *flags, tail=evaluate), whole, rtol=0, atol=0)
+    assert resumed(out) == [14]
+    assert capfd.readouterr().err.count("it is left out") == 1
+    for name, entry in manifest(there)["checkpoints"].items():
+        assert hashlib.sha256((there / "checkpoints" / name).read_bytes()).hexdigest() == entry["sha256"], name
 
 
 def test_another_run_is_neither_replaced_nor_mixed_with_this_one(tmp_path):

@@ -169,6 +169,17 @@ def test_newest_falls_back_to_the_newest_sound_one_and_says_so(tmp_path):
     assert checkpoint.newest(tmp_path / "nowhere", said.append) is None
 
 
+def test_of_a_run_that_goes_on_meanwhile_the_newest_is_taken(tmp_path, monkeypatch):
+    """An older one was, the best, where the newest had been removed after it was listed."""
+    write_some(tmp_path, (5, 20))
+    lists = iter([[tmp_path / checkpoint.name_of(step) for step in (10, 5)]])
+    listed = checkpoint.checkpoints_in
+    monkeypatch.setattr(checkpoint, "checkpoints_in", lambda directory: next(lists, None) or listed(directory))
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append, keep_names=True)
+    assert (found and found[0]["state"]["step"], said) == (20, [])
+
+
 def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest_for_ever(tmp_path):
     write_some(tmp_path, (5, 6))
     later = tmp_path / checkpoint.name_of(99)

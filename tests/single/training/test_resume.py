@@ -174,6 +174,9 @@ def test_what_rounds_differently_is_said(tmp_path, monkeypatch, capsys):
         patch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "OLDER")
         Trained(out=tmp_path)
     assert "rounded differently" not in capsys.readouterr().out
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")  # it had other bits, without a word
+    Trained("--epochs", "3", out=tmp_path)
+    assert "MKL_CBWR=COMPATIBLE instead of" in capsys.readouterr().out
 
 
 def test_damaged_checkpoints_are_skipped_with_a_warning(copy, capfd):
