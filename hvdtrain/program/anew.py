@@ -22,11 +22,13 @@ from hvdtrain.program.uses import (
     VARIABLES,
     codes_of,
     first_uses,
+    is_closed_over,
     looks_for_keys,
     of_batches,
     only_sets,
     reads,
     stores,
+    uses_between,
     words_from,
 )
 
@@ -124,9 +126,14 @@ class Loops:
         if name.startswith(THE_GLOBAL):
             return self._is_global_used(name, emptied=owner is None)
         of_class = isinstance(self.globals.get(variable), type)
-        if variable in self.code.co_cellvars or of_class or HOOK in name.split("."):
+        if is_closed_over(self.code, self.offset, variable) or of_class or HOOK in name.split("."):
             return True
         return self.is_loaded(variable, emptied=owner is None or not self.is_own(type(owner)))
+
+    def is_of_steps(self, name: str) -> bool:
+        """Return whether a variable is of the function that has both loops, and what follows the steps does not use it."""
+        variable, ((epochs, first), (steps, start)) = re.split(r"[.\[]", name)[0], self.all
+        return epochs is steps and variable in epochs.co_varnames and not uses_between(epochs, first, start, variable)
 
     def is_loaded(self, variable: str, *, emptied: bool = False) -> bool:
         """Return whether the loop over the epochs may use a variable before it sets it."""

@@ -54,6 +54,7 @@ class Carried:
         self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
+        self._looks = 0  # within epochs
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
@@ -108,12 +109,16 @@ class Carried:
                 what = f"{named(gathered, self.loops.all[-1][0])} {BEGAN_ANEW.format(self._resumed)}"
                 self._say(f"warning: {what}: {KEEP_IT}, and empty it in another epoch only")
 
-    def look(self, *, numbers: bool = False) -> None:
-        """Say what has changed, each once. numbers: of numbers only: within an epoch, others may be emptied at its end."""
+    def look(self, *, in_steps: bool = False) -> None:
+        """Say what has changed, each once. in_steps: numbers, and at each second, fourth, eighth time, as it takes longer,
+        what the end of an epoch cannot empty."""
         with OF_THE_PROGRAM:
-            self._look(numbers)
-            if numbers:
+            self._looks += in_steps
+            self._look(numbers=in_steps)
+            if in_steps:
                 self._look_in_steps()
+                if not self._looks & (self._looks - 1):
+                    self._look(of_steps=True)
 
     def _look_in_steps(self) -> None:
         """Look at the numbers that an epoch sets, and its steps then change and compute with: if it is resumed, it begins
@@ -135,8 +140,12 @@ class Carried:
         times = [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)]
         return isinstance(mark, float) and any(low <= mark <= high for low, high in times)
 
-    def _look(self, numbers: bool) -> None:
+    def _look(self, *, numbers: bool = False, of_steps: bool = False) -> None:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
+        results = self._results or ()
+        if of_steps:
+            now = {name: leaf for name, leaf in now.items() if self.loops.is_of_steps(name)}
+            results = {name for name, leaf in now.items() if RESULT in repr(leaf.mark)}
         for name, leaf in now.items() if self._first else ():  # a function has an attribute from its first call on
             if isinstance(leaf.owner, FunctionType):
                 self._first.setdefault(name, leaf.mark)
@@ -144,7 +153,7 @@ class Carried:
         left = [name for name in left if now[name].owner is None and is_left(self._code, self.loops.offset, name)]
         lost = [
             name for name, leaf in now.items()
-            if (name in self._began or leaf.owner is not None) and name not in (self._results or ())
+            if (name in self._began or leaf.owner is not None) and name not in results
             and repr(self._first.get(name, leaf.mark)) != repr(leaf.mark)
         ]  # fmt: skip
         for name in [name for name in lost if self._is_filled(name, now[name])]:

@@ -255,7 +255,7 @@ class Lacking:
     def look(self) -> None:
         """Say what has changed since, each once. Call it for each checkpoint."""
         if self.carried is not None:
-            self.carried.look(numbers=True)
+            self.carried.look(in_steps=True)
         with OF_THE_PROGRAM:
             self._look_at_models()
         for optimizer, marks in zip(self._optimizers, self._marks, strict=True):

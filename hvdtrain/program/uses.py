@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-VARIABLES, ATTRIBUTES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL"), ("_ATTR", "_METHOD")  # in names of instructions
+VARIABLES, ATTRIBUTES = (
+    ("_FAST", "_DEREF", "_CLOSURE", "_NAME", "_GLOBAL"),
+    ("_ATTR", "_METHOD"),
+)  # in names of instructions
 ENDS = ("RETURN", "RAISE", "RERAISE")
 EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
@@ -105,6 +108,22 @@ def first_uses(
         else:
             waiting += [place + 1] if one.opname == "FOR_ITER" else [place + 1, target]
     return found
+
+
+@functools.cache
+def uses_between(code: CodeType, start: int, within: int, name: str) -> bool:
+    """Return whether the loop from `start` on uses a variable after the one in it, from `within` on."""
+    lines = instructions_of(code)
+    loops = [one for one in lines if one.opname == "FOR_ITER"]
+    outer, inner = (next(one.argval for one in loops if one.offset >= at) for at in (start, within))
+    return any(uses_of(one, name, VARIABLES) for one in lines if inner <= one.offset < outer)
+
+
+@functools.cache
+def is_closed_over(code: CodeType, start: int, name: str) -> bool:
+    """Return whether a function that was made before the loop from this offset on has a variable of this code."""
+    made = [one for one in instructions_of(code) if one.opname in ("LOAD_CLOSURE", "LOAD_FAST") and one.argval == name]
+    return name in code.co_cellvars and any(one.offset < start for one in made)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def remember(value, seen={}):
 def main(run, net, optimizer, data):
     model, _ = run.prepare(net, optimizer)
 BEFORE
-    for epoch in run.epochs(3):
+    for epoch in run.epochs(TIMES):
 HEAD
         for step in run.steps(*data):
             for x, y in step.batches():
@@ -531,6 +531,7 @@ KEPT = {
     "freed": (
         "held = Meter()\ngone = weakref.ref(held)", "held = Meter()", "held.add(value)", "if gone() is not None:\n    1 / 0",
     ),
+    "in a comprehension": ("for k in [1]:\n    pass", "", "for k in range(3):\n    [j for j in X if j is not k]", ""),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
 
@@ -548,21 +549,25 @@ TABLES = [
     "HOLDING",
     "LOSSES",
     "THREADS",
+    "STEPS_ALONE",
 ]  # no part of a program
 
 
-def trained(tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None, every=7):
+def trained(
+    tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None, every=7, epochs=3
+):
     """file: where the program is, so that its source is read. every: so many steps, a checkpoint within an epoch."""
     parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
     parts["AFTER"] = (after, 4)
-    source = SOURCE
+    source = SOURCE.replace("TIMES", str(epochs))
     for name, (text, columns) in parts.items():
         source = source.replace(name, textwrap.indent(text, " " * columns))
     program = {name: one for name, one in globals().items() if name not in TABLES}
     if file is not None:
         file.write_text(source)
     exec(compile(source, str(file or __file__), "exec"), program)
-    with training.start(flags_for("--checkpoint-steps", str(every), "--output-dir", str(tmp_path), epochs=3)) as run:
+    flags = flags_for("--checkpoint-steps", str(every), "--output-dir", str(tmp_path), epochs=epochs)
+    with training.start(flags) as run:
         program["main"](run, net, torch.optim.SGD(net.parameters(), 0.01, momentum), (X, Y))
 
 
@@ -706,6 +711,37 @@ class Controller:
         self.cursor += 1
 
 
+def cycle(loader):
+    while True:
+        yield from loader
+
+
+STEPS_ALONE = {  # of a run of one epoch: before it, after a step, at its end; what is said of it
+    "read ahead": ("ahead = X[:4] + 1", "print(ahead.sum())\nahead = X[step.number :] * 2", "", "ahead"),
+    "a cycle": ("rows = cycle(DataLoader(TensorDataset(X), 4))", "next(rows)", "", "rows"),
+    "an attribute": ("held = Outer(rows=cycle(DataLoader(TensorDataset(X), 4)))", "next(held.rows)", "", "held.rows"),
+    "in place": (
+        "order = torch.arange(9)",
+        "order = order[torch.randperm(9)] if step.number % 2 else order",
+        "",
+        "order",
+    ),
+    "for the end": ("parts = []", "parts.append(value)", "print(parts)", ""),
+    "emptied": ("total = torch.zeros(1)", "total += value", "total.zero_()", ""),
+    "set anew": ("last = torch.zeros(1)", "last = X[: step.number]", "", ""),
+    "counted in a list": ("parts = [0]", "parts[0] += 1", "", "parts"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS_ALONE)
+def test_what_steps_carry_on_is_said_within_their_epoch(case, tmp_path, capsys):
+    """It was said between epochs alone, and a run that counts its steps may have one: another batch after a restart."""
+    before, each, tail, told = STEPS_ALONE[case]
+    trained(tmp_path, nn.Linear(3, 1), before, "", each, tail, every=2, epochs=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.partition(" of main() is carried on")[0] for line in lines] == [f"warning: {told}"] * bool(told)
+
+
 def test_each_part_of_an_object_is_said_when_it_changes(tmp_path, capsys):
     """A cursor was said, and no more: not the order of the list, which changes later."""
     trained(tmp_path, nn.Linear(3, 1), "controller = Controller()", "", "controller.take()")
@@ -738,7 +774,8 @@ def test_a_number_that_the_steps_of_an_epoch_change_and_compute_with_is_said(cas
 
 def test_a_program_that_is_executed_with_names_of_its_own_keeps_them(tmp_path):
     """Of a function, names are read as a copy, which is emptied: here, they are the program's own."""
-    body = SOURCE[SOURCE.index("    model, _") :]
+    body = SOURCE.replace("TIMES", "3")
+    body = body[body.index("    model, _") :]
     source = textwrap.dedent("".join(line for line in body.splitlines(keepends=True) if not line.strip().isupper()))
     with training.start(flags_for("--output-dir", str(tmp_path), epochs=2)) as run:
         net = nn.Linear(3, 1)
