@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
+    IterableDataset,
     StackDataset,
     Subset,
     SubsetRandomSampler,
@@ -92,6 +93,25 @@ def difference_of_samples(number: int, one: list[Leaf], other: list[Leaf], where
         if not same_part(*pair):
             return f"part {part} of sample {number} is {samples_in_words(*pair, where, elsewhere)}"
     return None
+
+
+def first_samples(dataset: Any) -> list[Any]:
+    """Return as JSON how many samples a data set has, and of one of tensors its first one and its last one."""
+    numbers = (0, -1) if type(dataset) is TensorDataset and len(dataset) else ()
+    with contextlib.suppress(Exception):  # it may have no length
+        # Each rank reads a stream of its own.
+        return (
+            [0, []]
+            if isinstance(dataset, IterableDataset)
+            else [len(dataset), [leaves(dataset[number]) for number in numbers]]
+        )
+    return [0, []]
+
+
+def alike_samples(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two ranks have the same `first_samples`."""
+    pairs = zip(one[1], other[1], strict=False)
+    return one[0] == other[0] and not any(difference_of_samples(0, *pair, "", "") for pair in pairs)
 
 
 def leaves(sample: Any) -> list[Leaf]:

@@ -29,7 +29,7 @@ from hvdtrain.engines.modules import (
     statistics_of_layer,
 )
 from hvdtrain.inputs.inputs import Batch
-from hvdtrain.inputs.sameness import SPLIT, split_of
+from hvdtrain.inputs.sameness import SPLIT, alike_samples, first_samples, split_of
 from hvdtrain.inputs.sharding import kept, mixed_seed, seed_generators, shard
 from hvdtrain.program.means import Means, require_sum
 
@@ -229,18 +229,23 @@ class Evaluation:
     def _names(self) -> tuple[list[str], list[str]]:
         """Return the names of all sums, and of those with a `count`: a rank without samples has recorded nothing. A
         collective. Raises UserError on every rank."""
-        split = None if self.whole else split_of(getattr(self._data, "dataset", None))
-        mine = [[list(one.sums), list(one.counts), split, one.samples] for one in self._recorded.values()]
+        dataset = None if self.whole else getattr(self._data, "dataset", None)
+        split, first = split_of(dataset), first_samples(dataset)
+        mine = [[list(one.sums), list(one.counts), split, first, one.samples] for one in self._recorded.values()]
         everyone = [one for own in self._engine.all_gather_object(mine, "evaluate.names") for one in own]
         # Subsets that each rank has drawn by itself overlap: some samples would count twice, others never.
         if any(theirs[2] != split for theirs in everyone):
             raise UserError(
                 f"ranks disagree about which samples the subset of the test set has: {SPLIT}", everywhere=True
             )
+        for rank, theirs in enumerate(everyone):
+            if not alike_samples(everyone[0][3], theirs[3]):
+                remedy = "give run.evaluating() the whole test set on every rank: it is divided for you"
+                raise UserError(f"rank {rank} has another test set than rank 0: {remedy}", everywhere=True)
         names, counted = (list(dict.fromkeys(n for theirs in everyone for n in theirs[part])) for part in (0, 1))
         if not names and not any(samples for *_, samples in everyone):
             raise UserError("run.evaluating(): the test set has no samples", everywhere=True)
-        for rank, (own, _, _, samples) in enumerate(everyone):
+        for rank, (own, *_, samples) in enumerate(everyone):
             missing = [name for name in names if name not in own and name not in counted]
             if samples and missing:
                 remedy = "record it on every rank, or give the number of its values as count="

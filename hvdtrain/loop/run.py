@@ -31,7 +31,7 @@ from hvdtrain.loop.evaluation import CutShort, Evaluation, SharedBuffers, evalua
 from hvdtrain.loop.prepare import prepare, sorted_objects
 from hvdtrain.loop.state import Best, Length, Stage
 from hvdtrain.loop.step import Shared, Step, keep_in_order
-from hvdtrain.loop.stopping import Decision, Stopped
+from hvdtrain.loop.stopping import Decision
 from hvdtrain.loop.tools import RunTools
 from hvdtrain.output.metric_names import require_free
 from hvdtrain.program.means import Means
@@ -327,12 +327,12 @@ class Run(RunTools):
                 self.checkpoints.save(state, opened, IN_STEPS, automatic=decision is Decision.SAVE_AUTOMATICALLY)
                 clock.mark("saving")
             if decision is Decision.STOP:
-                raise Stopped
+                raise self.stopping.stopped()
 
     def _save_and_stop(self) -> None:
         """Save in an evaluation outside of steps, and raise Stopped. Every rank calls it at the same point."""
         self.checkpoints.save(self.state, self.data.input, self.checkpoints.resumed_epoch.stops(self._in_epoch))
-        raise Stopped
+        raise self.stopping.stopped()
 
     # ---- what follows an epoch
 
@@ -370,6 +370,7 @@ class Run(RunTools):
 
     def leave_loop(self) -> None:
         """Close the epoch in which the script has left the loop over `run.epochs`, if it has."""
+        self.stopping.require_uncaught()
         if not self._in_epoch:
             return
         at_head = self.stage is Stage.HEAD and not self.state.samples_of_epoch

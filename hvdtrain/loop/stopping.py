@@ -49,6 +49,7 @@ class Stopping:
         self.engine, self.output, self.watch = engine, output, watch
         self._activity = engine.activity
         self._every = checkpoint_steps
+        self._is_stopped = False
         self.save_at = float("inf")  # the step after which --checkpoint-steps wants the next checkpoint
         if watch.warning is not None:
             self._activity.asked = True
@@ -162,6 +163,17 @@ class Stopping:
             )
 
     # ---- the end
+
+    def stopped(self) -> Stopped:
+        """Return what ends the program's loops. All is saved."""
+        self._is_stopped = True
+        return Stopped()
+
+    def require_uncaught(self) -> None:
+        """Raise it again if the program has caught it."""
+        if self._is_stopped:
+            self.output.say("warning: the program has caught what stops it: write `except Exception:` for `except:`")
+            raise self.stopped()
 
     def leave(self, state: TrainState, unsaved: str | None, *, writes: bool) -> int:
         """Return the exit code of a run that was stopped. Raises Failure if its checkpoint could not be written.

@@ -129,7 +129,7 @@ def shifted(run, rows, last):
 def evaluate(run, data):
     with run.evaluating(DataLoader(data, 4)) as mine:
         for rows in mine:
-            run.record(loss=rows.sum())
+            run.record(loss=torch.stack([*rows]).sum())
 
 
 def an_average_of_a_replica(run, model, optimizer, last):
@@ -197,6 +197,12 @@ NEED_TWO = {  # ranks that differ
     "another split of a test set": (
         dict(before=lambda run, model, optimizer, last: evaluate(run, Subset(list(X), range(last, 10 + last)))),
         r"ranks disagree about which samples the subset of the test set has: draw it"),
+    "another test set": (
+        dict(before=lambda run, model, optimizer, last: evaluate(run, TensorDataset(X[last : 10 + last]))),
+        r"^rank \d has another test set than rank 0: give run.evaluating\(\) the whole test set on every rank"),
+    "a part of a test set": (
+        dict(before=lambda run, model, optimizer, last: evaluate(run, list(X[last:]))),
+        r"^rank \d has another test set than rank 0: give run.evaluating\(\) the whole test set on every rank"),
     "rows of another type": (dict(each=lambda run, rows, last: run.gather(rows.double() if last else rows)),
         r"ranks disagree about the rows of run.gather\(\): rank 0 has \[3\] float32, rank \d has \[3\] float64: give"),
     "rows of another width": (dict(each=lambda run, rows, last: run.gather(rows[:, : 3 - last])),

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -363,6 +364,44 @@ def test_an_epoch_that_the_program_ends_is_ended_also_after_a_resume(stopped, tm
     assert program(None) == 0
     whole = summary(tmp_path)
     assert (whole["epochs"], whole["steps"], whole["samples"]) == (2, 6, 48)
+
+
+@pytest.mark.parametrize("where", ["a step", "an evaluation"])
+def test_a_stop_that_the_program_catches_stops_it(where, tmp_path, capsys):
+    """`except:` around the loops had exit code 2 and "the epoch was left", or ended the run with 0."""
+
+    def program(stops: bool) -> int:
+        with training.start(flags_for("--output-dir", str(tmp_path)), metrics={"loss": "min"}) as run:
+            try:
+                fit_and_stop(run, where if stops else "")
+            except:  # noqa: E722 as programs have it
+                run.say("it was caught")
+        return run.exit_code
+
+    assert program(True) == 75
+    told = capsys.readouterr().out.partition("it was caught\n")[2].splitlines()
+    assert told[0] == "warning: the program has caught what stops it: write `except Exception:` for `except:`"
+    assert program(False) == 0
+    assert "warning: " not in capsys.readouterr().out
+    assert (summary(tmp_path)["epochs"], summary(tmp_path)["steps"]) == (2, 10)
+
+
+def fit_and_stop(run, where):
+    net = network()
+    run.prepare(net, SGD(net.parameters(), 0.1))
+    for _ in run.epochs(2):
+        for step in run.steps(X, Y):
+            for x, y in step.batches():
+                step.backward((net(x) - y).square().mean())
+            step.update()
+            if where == "a step" and step.number == 3:
+                run.stop()
+        with run.evaluating(N) as mine:
+            if where == "an evaluation":
+                run.stop()
+                while not run.stopping.watch.stop_reason:
+                    time.sleep(0.01)
+            run.record(loss=(net(X[mine]) - Y[mine]).square())
 
 
 def test_the_best_weights_are_loaded_after_training(tmp_path):
