@@ -35,7 +35,10 @@ def module_of(device: torch.device) -> Any:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return `data` with all tensors in nested tuples, lists and mappings moved to `device`."""
+    """Return `data` with all tensors in nested tuples, lists and mappings moved to `device`; itself if none can be
+    elsewhere."""
+    if device.type == "cpu" and not torch.cuda.is_initialized():
+        return data
     if isinstance(data, Tensor):
         if device.type not in ("cpu", "meta") and data.device.type == "cpu" and data.nbytes <= LARGEST_PINNED:
             # From memory that is not pinned, the host would wait for the copy.

@@ -9,6 +9,7 @@ flag: fused optimizers take it as `found_inf`, as from torch's GradScaler, and l
 set. The host reads it after the next step's reduction has been enqueued.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -28,19 +29,32 @@ from hvdtrain.loop.run import Run
 from hvdtrain.loop.step import Shared, Step
 from hvdtrain.output.run_output import RunOutput
 
+JOINED = 1024  # values of a gradient: up to here, to join it with others takes less time than a sum of its own
 OVERFLOWS = 20  # consecutive steps that the loss scaler may skip: from 65536, it reaches 1 after halving 16 times
 FIND = "the same command with --find-non-finite continues from the last checkpoint, and names the layer"
 
 
 def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether the reduced gradients are finite."""
+    alike: dict[object, list[Tensor]] = {}
+    large = []
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            if gradient.numel() <= JOINED and gradient.layout is torch.strided:
+                alike.setdefault((gradient.dtype, gradient.device), []).append(gradient.flatten())
+            else:
+                large.append(gradient)
+    small = itertools.chain.from_iterable(alike.values())
+    # The sum of finite gradients may be too large for float32, where that of each is not.
+    return have_finite_sums([*map(torch.cat, alike.values()), *large]) or have_finite_sums([*small, *large])
+
+
+def have_finite_sums(gradients: Sequence[Tensor]) -> bool:
     # Checked in Python: the kernels of isfinite and all, which nothing else uses, would double the cost.
     # NaN and infinity stay in a sum: one number of each gradient is looked at.
-    sums = [
-        (torch.view_as_real(gradient) if gradient.is_complex() else gradient).sum(dtype=torch.float32)
-        for parameter in parameters
-        if (gradient := parameter.grad) is not None
-    ]
+    sums = []
+    for one in gradients:
+        sums.append((torch.view_as_real(one) if one.is_complex() else one).sum(dtype=torch.float32))
     return not sums or all(map(math.isfinite, torch.stack(sums).tolist()))
 
 

@@ -62,6 +62,7 @@ class Loader(Input):
         self._loader: DataLoader[Any] | None = None  # with persistent workers
         self._sent: dict[str, Any] = {}  # what these have of the data set
         self._batches: Iterator[Any] | None = None
+        self._draws = True  # reading in the rank seeds the generators of this process, and draws from them
         self.samples = self.per_epoch = len(given.dataset)  # type: ignore[arg-type] # map-style: it has a length
         self.split = self._first_split = self._split_now()
         engine.require_equal(DRAWN_SPLIT, self.split, SPLIT)
@@ -118,8 +119,9 @@ class Loader(Input):
         loader = self._loader
         if loader is None:
             seed = mixed_seed(self._seed, "workers", self._engine.rank, self._epoch)
-            samples, persistent = Samples(self._given, self._seed), self._given.persistent_workers
-            workers, device = self._given.num_workers, self._engine.device
+            samples = Samples(self._given, self._seed, watched=self._keeps)
+            persistent, workers, device = self._given.persistent_workers, self._given.num_workers, self._engine.device
+            self._draws = not workers and samples.moves_generators
             loader = loading.loader(
                 samples, workers, device, self._jobs, given=self._given, seed=seed, persistent=persistent
             )
@@ -141,7 +143,7 @@ class Loader(Input):
     def load(self, planned: PlannedBatch) -> Batch:
         assert self._batches is not None
         try:
-            with own_randomness(self._given.num_workers):
+            with kept(seed=self.seed) if self._draws else contextlib.nullcontext():
                 fetched = fetched_by(self._batches)
         except Exception as error:
             of_worker = str(error).startswith("Caught ") and of_the_user(str(error)) is None
@@ -151,7 +153,7 @@ class Loader(Input):
         # Ended at once: where Python's garbage collector ends workers, with their queues, torch waits for five seconds.
         if self._jobs.are_done():
             self._batches = None
-        if fetched.drifted and self._keeps:
+        if fetched.drifted:
             lines.warn_once(f"{fetched.drifted} changes when samples are read: {DRIFTS}")
         count = min(planned.local_count, fetched.samples)
         data = fetched.batch if fetched.samples else self._filler(planned)

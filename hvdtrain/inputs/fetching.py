@@ -1,14 +1,20 @@
 """The batches of a map-style data set, as torch's DataLoader would make them; and how many samples are in them."""
 
+import builtins
 import contextlib
+import dis
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from hvdtrain.engines.accelerators import tensors_in
+from hvdtrain.engines.portable import is_array
 from hvdtrain.inputs.packing import Travels
 from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, leaves, own_state, rows_held
 from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
@@ -46,19 +52,32 @@ class Samples(Travels, Dataset[Any]):
     list.
     """
 
-    unwatched = True  # this process has not read a batch yet
-
-    def __init__(self, given: DataLoader[Any], seed: int):
+    def __init__(self, given: DataLoader[Any], seed: int, *, watched: bool = False):
+        """watched: what the first batch of a process changes in the data set is told with it."""
         dataset: Any = given.dataset
         self.dataset, self.collate, self.seed = dataset, given.collate_fn, seed
         self.count: int = len(dataset)
+        self.unwatched = watched  # as long as this process has not read a batch
+
+    @cached_property
+    def only_looks_up(self) -> bool:
+        """Whether reading a sample draws no random numbers: the generators need no seed then, which takes 10 µs."""
+        with contextlib.suppress(Exception):  # any: the data set is the author's
+            return looks_up(self.dataset)
+        return False
+
+    @property
+    def moves_generators(self) -> bool:
+        """Whether reading a batch seeds the generators, or may draw from them."""
+        return not self.only_looks_up or self.collate is not default_collate
 
     def __getitem__(self, job: tuple[int, list[int]]) -> Fetched:
         epoch, numbers = job
         if epoch == COMPARISON:
             return Fetched(self.compared(numbers), 0)
         before = self.own_state() if self.unwatched else None
-        cached = before is not None and has_cache(self.dataset) and self.draws(epoch, numbers[0])
+        may_draw = before is not None and not self.only_looks_up
+        cached = may_draw and has_cache(self.dataset) and self.draws(epoch, numbers[0])
         rows = self.rows(numbers) if before is not None else {}
         try:
             samples = self.samples(epoch, numbers)
@@ -114,6 +133,10 @@ class Samples(Travels, Dataset[Any]):
 
     def samples(self, epoch: int, numbers: Sequence[int]) -> Any:
         """Return the samples with these numbers: k * `count` + index, if a sampler has drawn an index k times before."""
+        if self.only_looks_up:
+            if self.moves_generators:  # what collates may draw
+                self._seed(epoch, numbers[-1:], as_list=False)
+            return [self.dataset[number % self.count] for number in numbers]
         if takes_lists(self.dataset):
             self._seed(epoch, numbers, as_list=True)
             return self.dataset.__getitems__([number % self.count for number in numbers])
@@ -129,6 +152,50 @@ class Samples(Travels, Dataset[Any]):
         parts = ["list", *numbers] if as_list else [index, *([again] if again else [])]
         # So random augmentation depends neither on the worker nor on the rank that loads the sample.
         seed_generators(mixed_seed(self.seed, epoch, *parts))
+
+
+UNCHANGING = {bool, int, float, str, torch.dtype, torch.Tensor}
+# Methods of these, and functions of torch, that draw nothing, and whose results have no code of the program's.
+DRAWS_NOTHING = re.compile(
+    "as_tensor|astype|clone|contiguous|copy|div|double|flatten|float|float32|from_numpy|full|int|int64|item|long|mul|numpy|"
+    "ones|permute|reshape|shape|size|squeeze|stack|tensor|to|transpose|uint8|unsqueeze|view|zeros"
+)
+
+
+def looks_up(dataset: Any) -> bool:
+    """Return whether a data set is known only to take parts of numbers, tensors and arrays that it holds."""
+    kind: Any = type(dataset)
+    if kind in (Subset, TensorDataset):
+        return kind is TensorDataset or looks_up(dataset.dataset)
+    if kind in (list, tuple):
+        return len(set(map(type, dataset))) == 1 and are_plain(dataset[0])
+    if takes_lists(dataset) or kind.__getattribute__ is not object.__getattribute__:
+        return False
+    read, held = kind.__getitem__, vars(dataset)
+    own, of_own = read.__code__.co_varnames[0], False  # the name of `self`; whether that was just loaded
+    for one in dis.get_instructions(read.__code__):
+        name, is_attribute = one.argval, one.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if of_own:
+            known = is_attribute and name in held and not hasattr(kind, name) and are_plain(held[name])
+        elif is_attribute:
+            known = DRAWS_NOTHING.fullmatch(name) is not None
+        elif one.opname == "LOAD_GLOBAL":
+            found = read.__globals__.get(name, getattr(builtins, name, None))
+            known = any(found is safe for safe in (torch, len, int, float))
+        else:
+            known = not isinstance(name, CodeType) and not one.opname.startswith(("IMPORT", "LOAD_DEREF", "STORE_ATTR"))
+        if not known:
+            return False
+        of_own = one.opname.startswith("LOAD_FAST") and own == (name[-1] if isinstance(name, tuple) else name)
+    return True
+
+
+def are_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, a tensor, an array of numbers, or a list or dictionary of these."""
+    if type(value) in (list, tuple, dict):
+        parts = list(value.values()) if type(value) is dict else value
+        return set(map(type, parts)) <= UNCHANGING or (len(parts) < 100 and all(map(are_plain, parts)))
+    return type(value) in UNCHANGING or (is_array(value) and value.dtype.kind in "biufc")
 
 
 def takes_lists(dataset: Any) -> bool:

@@ -4,6 +4,7 @@ The order, the position in it and the seed of each sample are determined by a `P
 ranks nor on the number of DataLoader workers.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ class Input(ABC):
     # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
     position: Callable[[], Any] | None = None
     shares_position = False  # it is rank 0's for all
+    seed: int | None = None  # of the generators while `load` is called; None: something may have drawn from them since
     _plan: Plan
 
     @abstractmethod
@@ -108,8 +110,9 @@ class Input(ABC):
     def steps(self, epoch: int) -> Iterator[PlannedStep]:
         """Begin to read `epoch`, and return this rank's remaining steps of it. A collective."""
         self.require_unchanged(epoch)
-        self.read(self._plan.of_epoch(epoch))
-        return self._plan.epoch(epoch)
+        planned, ahead = itertools.tee(self._plan.epoch(epoch))
+        self.read((epoch, batch) for step in ahead for batch in step.batches)
+        return planned
 
     def at_end(self, samples_of_epoch: int) -> bool:
         """Return whether the epoch has ended with this number of samples, over all ranks."""

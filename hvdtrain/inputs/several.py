@@ -115,9 +115,11 @@ class Several(Input):
             source.close()
 
     def load(self, planned: PlannedBatch) -> Batch:
+        self._first.seed = self.seed
         batch = self._first.load(planned)
         data = Together({self._name: batch.data})
         for name, (source, _) in self._others:
+            source.seed = self.seed
             data[name] = source.load(next(self._planned[name])[1]).data
         batch.data = data
         return batch

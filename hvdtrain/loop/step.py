@@ -96,7 +96,6 @@ class Step:
     logged, last (of its epoch, or of all), count (samples of all ranks), local_count, gradient_norm (before clipping)."""
 
     def __init__(self, shared: Shared, planned: PlannedStep, source: Input, *, logged: bool, last: bool):
-        """logged, last: see the attributes."""
         self.number = shared.state.step + 1  # since the beginning of training, from 1
         self.logged = logged  # whether this step is recorded; `record` ignores its values otherwise
         self.last = last  # of its epoch, or of all
@@ -173,10 +172,10 @@ class Step:
         total, count = self._shared.engine.sums(of_ranks, "step.loss")
         return total / count if count else math.nan
 
-    def _load(self, number: int) -> Batch:
-        """Return a micro-batch of this step, by its number. It is kept until the step ends."""
+    def _load(self, number: int, seed: int | None = None) -> Batch:
+        """Return a micro-batch of this step, by its number. It is kept until the step ends. seed: as in `Input`."""
         if number == len(self.loaded):
-            activity = self._shared.engine.activity
+            self._input.seed, activity = seed, self._shared.engine.activity
             with activity.during("reading data") if self._input.may_wait else contextlib.nullcontext():
                 self.loaded.append(self._input.load(self._planned.batches[number]))
             self.local_count += self.loaded[number].count
@@ -215,9 +214,9 @@ class Step:
                 del self.losses[losses:]
                 self.tallies = {rank: Tally(dict(one.sums), dict(one.counts)) for rank, one in tallies.items()}
             for number in range(count):
-                if number % passes == 0:
-                    self._begin_turn(shared.own[number // passes], loop)
-                batch = self._batch = self._load(number)
+                turn, later = divmod(number, passes)
+                seed = None if later else self._begin_turn(shared.own[turn], loop)
+                batch = self._batch = self._load(number, seed)
                 shared.clock.mark("loading")
                 self.micro_batch, self._calls = number, 0
                 local = prepared.engine.micro_batch(prepared.replicas, prepared.optimizers, number, count)
@@ -268,13 +267,14 @@ class Step:
             self._outputs = self._outputs or Outputs(prepared.replicas, self.number)
             self._outputs.begin(loop)
 
-    def _begin_turn(self, rank: int | None, loop: int) -> None:
-        """Go on as this rank, with its random numbers in this step, so that dropout is the same after a restart. None: the
-        ranks of this process have had their turns, and what follows is the same on all."""
+    def _begin_turn(self, rank: int | None, loop: int) -> int:
+        """Go on as this rank, with its random numbers in this step, so that dropout is the same after a restart. Return
+        their seed. None: the ranks of this process have had their turns, and what follows is the same on all."""
         shared = self._shared
         shared.engine.take_turn(rank)
-        seed = (shared.seed, self._samples, "all" if rank is None else rank) + ((loop,) if loop else ())
-        seed_generators(mixed_seed(*seed), shared.engine.device)
+        seed = mixed_seed(shared.seed, self._samples, "all" if rank is None else rank, *((loop,) if loop else ()))
+        seed_generators(seed, shared.engine.device)
+        return seed
 
     def backward(
         self, loss: Tensor, optimizer: torch.optim.Optimizer | None = None, *, count: Tensor | float | None = None
@@ -298,9 +298,9 @@ class Step:
             self._averaged += [own] if not self._calls else []
         prepared = self._shared.prepared
         chosen = prepared.optimizers if optimizer is None else [prepared.own(optimizer)]
-        loss = loss.reshape(())
+        loss = loss.reshape(()) if loss.ndim else loss
         # Detached: otherwise, the graph of each micro-batch would be kept until the end of the step.
-        self.losses.append(loss.detach())
+        self.losses.append(value := loss.detach())
         self._begin_backward(chosen)
         if count is None:
             weight: Tensor | float = batch.weight
@@ -318,7 +318,7 @@ class Step:
                     self._gradients[one] = first, first._version
         self._calls += 1
         if self._loops == 1 and self._calls == 1:  # with several losses, the first one is recorded as `loss`
-            self._add("loss", loss.detach(), batch.count if count is None else count)
+            self._add("loss", value, batch.count if count is None else count)
 
     def _require_gradients(self, chosen: Sequence[torch.optim.Optimizer]) -> None:
         """Raise UserError if the program has cleared or changed the gradients of the micro-batches before."""
@@ -358,7 +358,7 @@ class Step:
         shared, prepared = self._shared, self._shared.prepared
         # backward() belongs outside of autocast: that of --amp, or the author's.
         with torch.autocast(shared.engine.device.type, enabled=False):
-            scaled = prepared.scaler.scale(loss * weight)
+            scaled = prepared.scaler.scale(loss * weight if isinstance(weight, Tensor) or weight != 1.0 else loss)
             if shared.rounds is not None and shared.rounds.rehearses(scaled):
                 return
             # With several optimizers, the hooks of the other optimizers' parameters must not run.
@@ -385,7 +385,7 @@ class Step:
         elif not count:
             product = torch.zeros_like(product)
         sums, counts = self.tallies[self._shared.engine.rank]
-        sums[name] = sums.get(name, 0.0) + product
+        sums[name] = sums[name] + product if name in sums else product
         counts[name] = counts.get(name, 0.0) + count
 
     def _counts(self) -> "Counts":

@@ -92,13 +92,13 @@ class Clock:
         self.totals: list[RankTimes] = []  # sums over all windows since `restart`, by rank
         if self._device_times is not None:
             self._device_times.restart()
+        self._without_core = seconds_without_core()
         self._open_window()
 
     def _open_window(self) -> None:
         self._window_began = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._samples = self._local_samples = 0
-        self._without_core = seconds_without_core()
 
     def mark(self, phase: str, at: float | None = None) -> float:
         """Add the time since the previous mark to `phase`. at: end of the phase (`time.perf_counter`); None: now. Return
@@ -153,9 +153,9 @@ class Clock:
     def times(self, device: torch.device) -> RankTimes:
         """Return this rank's measurements since the last window. device: whose memory is meant."""
         elapsed = time.perf_counter() - self._window_began
-        without_core = seconds_without_core() - self._without_core
+        before, self._without_core = self._without_core, seconds_without_core()
         phases = [self._seconds[phase] for phase in PHASES]
-        return RankTimes._make([*phases, elapsed, without_core, *peak_memory(device)])
+        return RankTimes._make([*phases, elapsed, self._without_core - before, *peak_memory(device)])
 
     def per_rank(self) -> dict[str, list[float]]:
         """Return the sums since `restart` under their names in a record, each a list over ranks."""

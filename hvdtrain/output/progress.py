@@ -92,11 +92,11 @@ class Display:
 
     def show(self, epoch: str, step: int, steps: int, figures: Sequence[str], window: Window) -> None:
         """Show the progress. steps: total number of steps. figures: training metrics, such as "loss 0.3136"."""
-        measured, now = figures_of(window), time.monotonic()
+        now = time.monotonic()
         if self._screen is not None:
             self._bar = self._bar or bar(self._screen, step)
             self._bar.desc, self._bar.total, self._bar.n = epoch, steps, step
-            self._bar.set_postfix_str("  ".join([*figures, *measured]), refresh=False)
+            self._bar.set_postfix_str("  ".join([*figures, *figures_of(window)]), refresh=False)
             self.draw()
             return
         began, first_step = self._since = self._since or (now, step)
@@ -104,7 +104,8 @@ class Display:
             self._last_line = now
             seconds = (now - began) / max(step - first_step, 1) * (steps - step)
             left = [f"{timedelta(seconds=round(seconds))} left"] if now - began >= KNOWN_SECONDS else []
-            self._say("  ".join([epoch, f"step {step}/{steps}", *figures[:1], *left, *figures[1:], *measured]))
+            words = [f"step {step}/{steps}", *figures[:1], *left, *figures[1:], *figures_of(window)]
+            self._say("  ".join([epoch, *words]))
 
     def draw(self) -> None:
         """Draw the bar, if there is one, on the current line."""

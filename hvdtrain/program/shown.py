@@ -28,8 +28,11 @@ ASKING = frozenset({"len", "range", "int", "callable", "isinstance"})
 def only_decides_prints(code: CodeType, name: str) -> bool:
     """Return whether all uses of a variable or an attribute of this name are such, in the file of this code."""
     tree, _ = syntax_of(code) or (None, None)
-    if tree is None or name not in names_read(tree):
-        return False
+    return tree is not None and name in names_read(tree) and only_shown(tree, name)
+
+
+@functools.cache  # it is asked in each epoch
+def only_shown(tree: ast.Module, name: str) -> bool:
     clocks = clocks_of(tree)
     return is_of_the_clock(tree, name, clocks) or all(is_harmless(one, name, clocks) for one in tree.body)
 
@@ -103,7 +106,6 @@ def is_text_by_the_clock(function: ast.FunctionDef) -> bool:
     return texts and not keeps and has_clock(function, set())
 
 
-@functools.cache
 def is_of_the_clock(tree: ast.AST, name: str, clocks: Set[str]) -> bool:
     """Return whether a value sums times, and the program else prints it alone."""
     writes = [(target, value) for target, value in assigned(tree) if name_written(target) == name]

@@ -3,7 +3,6 @@
 import ast
 import functools
 import linecache
-from collections.abc import Iterator
 from types import CodeType
 
 
@@ -17,9 +16,21 @@ def tree_of(file: str) -> ast.Module | None:
 
 
 @functools.cache
+def all_statements(part: ast.AST) -> list[ast.AST]:
+    """Return all statements in a part of a file, also those within others. Most nodes are in expressions, which are not
+    walked."""
+    found = [part]
+    for node in found:
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            held = getattr(node, field, ())  # of a conditional expression, one
+            found += held if isinstance(held, list) else ()
+    return found
+
+
+@functools.cache
 def functions_of(part: ast.AST) -> list[ast.FunctionDef]:
     """Return all functions in a part of a file, also those within others."""
-    return [node for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
+    return [node for node in all_statements(part) if isinstance(node, ast.FunctionDef)]
 
 
 def syntax_of(code: CodeType) -> tuple[ast.Module, ast.AST] | None:
@@ -43,19 +54,22 @@ def called(node: ast.AST) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-def assigned(part: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield what is assigned to, with its value; of tuples, each part; of `name /= value`, the quotient."""
-    for node in ast.walk(part):
+@functools.cache
+def assigned(part: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """Return what is assigned to, with its value; of tuples, each part; of `name /= value`, the quotient."""
+    pairs = list[tuple[ast.expr, ast.expr]]()
+    for node in all_statements(part):
         if isinstance(node, ast.AugAssign):
-            yield node.target, ast.BinOp(node.target, node.op, node.value)
+            pairs.append((node.target, ast.BinOp(node.target, node.op, node.value)))
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            yield node.target, node.value
+            pairs.append((node.target, node.value))
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    yield from zip(target.elts, node.value.elts, strict=False)
+                    pairs += zip(target.elts, node.value.elts, strict=False)
                 else:
-                    yield target, node.value
+                    pairs.append((target, node.value))
+    return pairs
 
 
 def values_of(name: str, function: ast.AST) -> list[ast.expr]:
@@ -74,6 +88,8 @@ def name_read(node: ast.AST) -> str | None:
 @functools.cache
 def names_read(part: ast.AST) -> frozenset[str | None]:
     """Return the names that are read in a part of a file."""
+    if isinstance(part, ast.Module):  # each of its statements is asked for, too
+        return frozenset().union(*map(names_read, part.body))
     return frozenset(map(name_read, ast.walk(part)))
 
 

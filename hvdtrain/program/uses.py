@@ -159,7 +159,9 @@ def stores(function: object, attribute: str) -> set[str]:
     """Return the `first_uses` of an attribute in a function that sets it, but for __init__; empty if it does not."""
     function = getattr(function, "__func__", function)  # of a class method
     code = function.__code__ if isinstance(function, FunctionType) else None
-    if code is None or code.co_name == "__init__" or attribute not in attributes_set(code):
+    if code is None or code.co_name == "__init__" or attribute not in code.co_names:  # a program may have thousands
+        return set()
+    if attribute not in attributes_set(code):
         return set()
     asked = {"getattr", "hasattr"} & set(code.co_names) and attribute in code.co_consts
     return first_uses(code, None, attribute, of=ATTRIBUTES) | ({"LOAD"} if asked else set())

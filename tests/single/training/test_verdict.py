@@ -43,6 +43,42 @@ def test_large_gradients_in_half_precision_are_finite():
     assert not_finite(made) == 0
 
 
+class Counted(TorchDispatchMode):
+    """Counts what is no view: on a GPU, each starts a kernel, those on lists one for many tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.count += not function.is_view
+        return result
+
+
+@pytest.mark.parametrize(
+    ("make", "finite"),
+    [
+        (list, True),
+        (lambda some: some[0].fill_(float("-inf")), False),
+        (lambda some: [some[0].fill_(float("inf")), some[1].fill_(float("-inf"))], False),
+        (lambda some: [one.fill_(2e36) for one in some], True),  # the sum of all is too large for float32
+    ],
+    ids=["finite", "infinite", "both infinities", "large"],
+)
+def test_small_gradients_are_looked_at_together(make, finite):
+    made = [nn.Parameter(torch.zeros(2, 2)) for _ in range(400)] + [nn.Parameter(torch.zeros(100, 100))]
+    made += [nn.Parameter(torch.zeros(3, dtype=torch.float64)), nn.Parameter(torch.zeros(3))]
+    for parameter in made[:-1]:
+        parameter.grad = torch.randn_like(parameter)
+    made[-1].grad = torch.eye(3)[0].to_sparse()
+    make([parameter.grad for parameter in made[3:90:2]])
+    with Counted() as counted:
+        assert gradients_are_finite(made) is finite
+    if make is list:
+        assert counted.count <= 12  # one by one: a sum of each
+
+
 @on_cpu
 @pytest.mark.parametrize(
     "build",
@@ -112,19 +148,6 @@ def test_on_a_cpu_nothing_is_fused():
 
 
 # ---- buffers of a step that is skipped
-
-
-class Counted(TorchDispatchMode):
-    """Counts what is no view: on a GPU, each starts a kernel, those on lists one for many tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.count += not function.is_view
-        return result
 
 
 def net_with_buffers() -> nn.Module:
