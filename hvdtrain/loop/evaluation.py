@@ -78,6 +78,15 @@ class Part(Iterator[Any]):
             raise TypeError("the number of batches of this test set is not known: count them") from None
 
 
+class Taken:
+    """Which samples the ranks had in an evaluation."""
+
+    def __init__(self) -> None:
+        self.indices: list[Tensor] = []  # of each batch of this rank, in the data set; none of a stream
+        self.samples: list[int] = []  # of each rank
+        self.order: Tensor | None = None  # of the rows of all ranks in the data set, once it is asked for
+
+
 class Evaluation:
     """The state of one `Run.evaluating` block.
 
@@ -94,6 +103,7 @@ class Evaluation:
         # Whether the script has one part of a number of samples, not batches.
         self.whole = isinstance(data, int) and not isinstance(data, bool)
         self._recorded = {rank: Recorded() for rank in engine.own}
+        self.taken = Taken()
         self._in_batch = 0  # samples in the current batch
         self._has_ended = False  # whether all batches were taken: what follows is recorded of all samples
         self._indices: Tensor | None = None  # of the current batch, if there is one
@@ -118,6 +128,7 @@ class Evaluation:
         # The script computes its one part at once. Where this process has several ranks, that is all samples.
         part = slice(0, self._data) if engine.takes_turns else slice(engine.rank, self._data, engine.size)
         self._recorded[engine.rank].samples = len(range(self._data)[part])
+        self.taken.indices = [torch.arange(self._data)[part]]
         return part
 
     def _number(self) -> int:
@@ -156,6 +167,7 @@ class Evaluation:
                 self._recorded[rank].samples += batch.count
                 self._in_batch = batch.count
                 self._indices = batch.indices
+                self.taken.indices.append(batch.indices)
                 yield batch.data
         self._has_ended = True
 
@@ -233,6 +245,7 @@ class Evaluation:
         split, first = split_of(dataset), first_samples(dataset)
         mine = [[list(one.sums), list(one.counts), split, first, one.samples] for one in self._recorded.values()]
         everyone = [one for own in self._engine.all_gather_object(mine, "evaluate.names") for one in own]
+        self.taken.samples = [samples for *_, samples in everyone]
         # Subsets that each rank has drawn by itself overlap: some samples would count twice, others never.
         if any(theirs[2] != split for theirs in everyone):
             raise UserError(

@@ -12,6 +12,7 @@ from hvdtrain.engines.tree import Sums, owners
 from hvdtrain.engines.virtual import VirtualRanks, not_with_turns
 from hvdtrain.inputs.inputs import Batch
 from hvdtrain.inputs.sharding import mixed_seed
+from hvdtrain.loop.evaluation import Taken
 
 
 class Gathered(torch.autograd.Function):
@@ -38,13 +39,13 @@ class Gathered(torch.autograd.Function):
 
 def gather_rows(
     engine: Engine, rows: Tensor | Sequence[Tensor], batch: Batch | None,
-    gathered: Callable[[Tensor], Tensor] | None = None,
+    gathered: Callable[[Tensor], Tensor] | None = None, taken: Taken | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the rows ([n, ...]; n may differ) of all ranks. A collective, and so is its backward pass.
 
     rows: a tensor, or a list of tensors, one after the other, which may be empty on some ranks. batch: the current one of a
-    step, if there is one. gathered: does this for ranks that take turns. Raises UserError on every rank if the rows are of
-    different shapes or types.
+    step, if there is one. gathered: does this for ranks that take turns. taken: by an evaluation, of which the rows are.
+    Raises UserError on every rank if the rows are of different shapes or types.
     """
     unknown = isinstance(rows, (list, tuple)) and not rows  # this rank knows no shape
     if isinstance(rows, (list, tuple)) and all(isinstance(one, Tensor) and one.ndim for one in rows):
@@ -73,7 +74,15 @@ def gather_rows(
     if not max(lengths):
         return rows
     result: Tensor = Gathered.apply(rows, engine, lengths)
-    return result
+    return result if taken is None or lengths != taken.samples else in_order_of_data(engine, result, taken)
+
+
+def in_order_of_data(engine: Engine, rows: Tensor, taken: Taken) -> Tensor:
+    """Return rows of all ranks, one for each sample of an evaluation, in the order of its data set. A collective."""
+    if taken.order is None:
+        indices = gather_rows(engine, [one.to(engine.device) for one in taken.indices], None)
+        taken.order = indices.argsort(stable=True)
+    return rows[taken.order.to(rows.device)] if len(taken.order) == len(rows) else rows
 
 
 SAME_KIND = "give it rows of the same shape and type on all ranks"

@@ -456,6 +456,7 @@ class Run(RunTools):
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
         """Take note of an evaluation that was not cut short."""
+        self._taken = evaluation.taken
         if self._in_epoch:
             self.state.evaluated_epoch = self.state.epoch
 

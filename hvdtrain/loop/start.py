@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvdtrain.checkpoint.checkpoint import checkpoints_in
 from hvdtrain.checkpoint.resume import continue_job
 from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines import choice
@@ -32,6 +33,7 @@ from hvdtrain.loop.stopping import Stopped, Stopping, early_ends_refused
 from hvdtrain.models import compile_cache
 from hvdtrain.output.metric_names import Metric, metrics_of
 from hvdtrain.output.run_output import RunOutput
+from hvdtrain.program.restarted import without_steps
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.mirror import Mirror
@@ -249,6 +251,13 @@ def carried_out(run: Run) -> Iterator[None]:
         if (meant := exit_codes.of_python(error)) is None:
             raise
         raise meant from error
+    except UnboundLocalError as error:
+        step, output_dir = run.state.step, run.flags.output_dir
+        if run.engine.activity.finished or not step or output_dir is None:
+            raise
+        if (unset := without_steps(error, step, checkpoints_in(output_dir / "checkpoints"))) is None:
+            raise
+        raise unset from error
     finally:
         run.stage = Stage.ENDED
         with run.engine.activity.during("checkpoint", 0.0):  # an exception may have come while one was written

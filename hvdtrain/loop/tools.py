@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.saving import Checkpoints
 from hvdtrain.engines.base import Engine
 from hvdtrain.flags import Flags
 from hvdtrain.inputs.sources import Data
-from hvdtrain.loop.evaluation import Evaluation
+from hvdtrain.loop.evaluation import Evaluation, Taken
 from hvdtrain.loop.feature import Feature, Features
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import Best, Initial, Length, Stage, TrainState
@@ -52,6 +52,7 @@ class RunTools:
         self.length = Length()
         self._shared: Shared | None = None  # from `prepare` on
         self._evaluation: Evaluation | None = None  # inside `evaluating`
+        self._taken: Taken | None = None  # by the last evaluation
         self._in_loop = False  # over `epochs`
         self.later_parts = LaterParts()
         self._modes: list[bool] = []  # of the models, when the steps of the last epoch began
@@ -87,7 +88,8 @@ class RunTools:
     def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
         """Return the rows of all ranks' tensors, each [n, ...], in rank order, with their gradient. A collective.
 
-        rows: a tensor, or a list of tensors, which may be empty on a rank that has had no sample.
+        rows: a tensor, or a list of tensors, which may be empty on a rank that has had no sample. After an evaluation, a row
+        for each of its samples: then they have the order of its data set.
 
         For losses over the samples of all ranks, and queues of them. The rows are of this micro-batch: with --accumulate,
         a loss that compares rows compares fewer. The numbers of rows may differ. Of a rank that has no sample in this
@@ -102,8 +104,12 @@ class RunTools:
                 f"warning: run.gather() inside of run.evaluating() returns the rows of all ranks: {remedy}"
             )
         step = self._shared.step if self._shared is not None else None
-        gathered = gather_rows(self.engine, rows, *((step.current, step.gathered) if step is not None else (None,)))
-        if step is not None and isinstance(rows, Tensor) and len(gathered) != self.size * len(rows):
+        if step is None:
+            return gather_rows(
+                self.engine, rows, None, taken=None if self.size == 1 or self._evaluation else self._taken
+            )
+        gathered = gather_rows(self.engine, rows, step.current, step.gathered)
+        if isinstance(rows, Tensor) and len(gathered) != self.size * len(rows):
             warn_if(rows_by_the_rank, tree_of(frame_of_program().f_code.co_filename), say=self.output.say_once)
         return gathered
 

@@ -1,11 +1,13 @@
 """What a program has otherwise when it is started again, and the run is resumed: texts in another order, another setting of
-a loss, and copies of weights that are those of the checkpoint.
+a loss, copies of weights that are those of the checkpoint, and variables of a step before it.
 """
 
 import argparse
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree
 from torch.utils.data import DataLoader, Dataset
 
+from hvdtrain.engines.errors import UserError
 from hvdtrain.program.reached import DEEPEST, MOST_PARTS, Reached, attributes_of, is_plain, parts_of, what_is
 
 tree_iter = getattr(_pytree, "tree_iter", _pytree.tree_leaves)  # torch 2.3 has none
@@ -105,3 +108,16 @@ def copies_of(restored: Sequence[Tensor], names: Mapping[str, Any], saved: set[i
 def first_values(tensor: Tensor) -> object:
     """Return the shape of a tensor and its first values."""
     return tensor.shape, *tensor.detach().reshape(-1)[:4].tolist()
+
+
+def without_steps(error: UnboundLocalError, step: int, checkpoints: Iterable[Path]) -> UserError | None:
+    """Return what an error means in a run that has taken no step since it was resumed after this one: the program uses a
+    variable of the last step of an epoch. checkpoints: newest first."""
+    if (unset := re.search(r"variable '(\w+)'", str(error))) is None:
+        return None
+    remedy = f"write `{unset[1]} = None` before the loop over run.epochs, and use it only where it is set"
+    if earlier := next((path for path in checkpoints if f"{step:08}" not in path.name), None):
+        remedy += f", or go on from an earlier checkpoint once: --resume {earlier}"
+    return UserError(
+        f"{unset[1]} is not set: the run was resumed after step {step}, the last one of an epoch: {remedy}"
+    )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from hvdtrain import training
 from hvdtrain.checkpoint.saving import Checkpoints
@@ -489,3 +489,28 @@ def mean_of_all(run, model, train):
                 step.backward(model(rows).square().mean())
             step.update()
             run.say(f"{step.loss:.3f} {step.number / len(train):.1f}")
+
+
+@pytest.mark.parametrize("batch", [3, 40], ids=["batches", "one batch"])
+def test_gathered_rows_of_an_evaluation_have_the_order_of_its_data_set(engine, batch):
+    """They came by rank: pairs of samples, or a file of predictions, were those of other samples."""
+    data = DataLoader(TensorDataset(torch.arange(31)), batch)
+    with a_run(engine) as run:
+        run.prepare(net := nn.Linear(1, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        for test, count in ((data, 31), (31, 31), (DataLoader(Numbers(engine.rank), batch), 2 * engine.size)):
+            with run.evaluating(test) as mine:
+                rows = [torch.arange(31)[mine]] if test == 31 else [numbers for (numbers,) in mine]
+            run.record(loss=1.0)
+            assert run.gather(rows).tolist() == list(range(count))
+        odd = [rows[0][: engine.rank + 1]]  # others come by rank
+        assert len(run.gather(odd)) == sum(min(2, rank + 1) for rank in range(engine.size))
+
+
+class Numbers(IterableDataset):
+    """A stream: two numbers of each rank."""
+
+    def __init__(self, rank):
+        self.first = 2 * rank
+
+    def __iter__(self):
+        return ((torch.tensor(number),) for number in range(self.first, self.first + 2))

@@ -8,8 +8,23 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
+from hvdtrain import training
+from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lock import Lock
-from tests.single.training.small import Stateful, Trained, X, killed, network, nothing, resumed, saving, squares
+from tests.single.training.small import (
+    Killed,
+    Stateful,
+    Trained,
+    X,
+    Y,
+    flags_for,
+    killed,
+    network,
+    nothing,
+    resumed,
+    saving,
+    squares,
+)
 
 
 def change_all(t):
@@ -211,3 +226,29 @@ def test_a_copy_of_a_running_run_is_not_locked(tmp_path):
     with pytest.raises(TimeoutError):
         Lock(tmp_path / "original", 0.0)
     original.release()
+
+
+def printing(directory, kill=None):
+    """A program that prints the loss of the last step of each epoch."""
+    argv = ("--output-dir", str(directory), "--checkpoint-steps", "5")
+    with training.start(flags_for(*argv)) as run:
+        net = nn.Linear(3, 1)
+        model, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for epoch in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    loss = (model(x) - y).square().mean()
+                    step.backward(loss)
+                step.update()
+            if epoch == kill:
+                raise Killed
+            print(loss.item())
+
+
+def test_a_variable_of_the_last_step_that_a_resumed_run_lacks_is_said(tmp_path):
+    """It was a traceback, at each restart."""
+    killed(printing, tmp_path, 1)
+    checkpoints = tmp_path / "checkpoints"
+    remedy = f"or go on from an earlier checkpoint once: --resume {checkpoints}/step-00000005.safetensors"
+    with pytest.raises(UserError, match=f"^loss is not set: the run was resumed after step 10, the last .*{remedy}$"):
+        printing(tmp_path)
