@@ -222,8 +222,7 @@ class Run(RunTools):
         self.stage = Stage.STEPS
         self.checkpoints.begin_steps(sys._getframe(1), self.state.samples_of_epoch)
         steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())
-        # Weak, because the generator holds the function:
-        # as a circle, both would live on until the next garbage collection.
+        # Weak, because the generator holds the function: a circle would live on until the next garbage collection.
         reference = weakref.ref(steps)
         return steps
 
