@@ -225,7 +225,8 @@ class Checkpoints:
                 for optimizer in self.objects.prepared.optimizers:
                     restored += [one for one in tree_leaves(optimizer.state) if isinstance(one, Tensor)]
             orders = (self.resume.facts or {}).get("orders", {})
-            lacking.begin_loop(Carried(frame, self.output.say, saved, models, of_run, restored=restored, orders=orders))
+            say = self.output.say
+            lacking.carried = Carried(frame, say, saved, models, of_run, restored=restored, orders=orders)
         # A frame keeps all variables of its function alive, and with them tensors.
         del frame
         try:
@@ -237,12 +238,14 @@ class Checkpoints:
     def begin_steps(self, frame: FrameType, resumed: int) -> None:
         """Look whether something has changed that it carries on. frame: of whoever takes the steps of an epoch, which had
         this number of samples before it was resumed."""
-        self.objects.lacking.begin_steps(frame, resumed)
+        if (carried := self.objects.lacking.carried) is not None:
+            carried.begin_steps(frame, resumed)
 
     def end_steps(self, samples: int) -> None:
         """Let the rest of an epoch, of this number of samples, draw what it draws; look what a resumed one has gathered."""
         self.generators.end_steps()
-        self.objects.lacking.end_steps(samples)
+        if (carried := self.objects.lacking.carried) is not None:
+            carried.end_steps(samples)
 
     def begin_epoch(self) -> None:
         """Note what an epoch begins with."""
@@ -255,8 +258,6 @@ class Checkpoints:
         self.own.forget()
         self._position.forget()
         self.interval.begin()
-        if self.writes:
-            self.objects.lacking.begin_training()
 
     # ---- saving
 

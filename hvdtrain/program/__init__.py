@@ -3,12 +3,13 @@ run has the same bits. Whatever a program's source and variables are, reading th
 
 source.py       the syntax tree of a program's file
 uses.py         its bytecode and variables: whether a name may be used before it is set
-reached.py      what a program's variables reach, and marks that show whether it has changed
+marks.py        attributes of objects and of layers, and marks that show whether they change
+reached.py      what a program's variables reach, with such marks
 anew.py         whether its loops, or what they call, set a value anew before they use it
 shown.py        whether a value only decides what is printed, follows from a clock, or is used after the last epoch
-carried.py      what its loop carries on from step to step, and no checkpoint has
+carried.py      what its loop carries on from step to step in variables and models, and no checkpoint has
 restarted.py    what it has otherwise when it is started again: the order of texts, settings of losses, copies of weights
-lacking.py      what models, optimizers and registered objects change, and do not save
+lacking.py      what optimizers and registered objects change, and do not save
 mistakes.py     the table of refusals: what an author may do wrong with a run and in a step
 losses.py       the first loss: scaled, divided already, or a mean over other items than samples
 means.py        what is recorded: means and sums of a batch

@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, Sampler
 from hvdtrain.program.reached import HOOK, GeneratorMark, Reading
 from hvdtrain.program.shown import only_decides_prints, only_sets_keys
 from hvdtrain.program.uses import (
-    ATTRIBUTES,
     OF_ALL_NAMES,
-    VARIABLES,
+    OF_ATTRIBUTES,
+    OF_VARIABLES,
     codes_of,
     first_uses,
     is_closed_over,
@@ -137,7 +137,7 @@ class Loops:
 
     def is_loaded(self, variable: str, *, emptied: bool = False) -> bool:
         """Return whether the loop over the epochs may use a variable before it sets it."""
-        return "LOAD" in first_uses(self.code, self.offset, variable, of=VARIABLES, emptied=emptied)
+        return "LOAD" in first_uses(self.code, self.offset, variable, of=OF_VARIABLES, emptied=emptied)
 
     def _is_global_used(self, name: str, *, emptied: bool) -> bool:
         """Return whether the loop, or a function, may use a variable of the module, or of another one, before it is set."""
@@ -158,11 +158,11 @@ class Loops:
         (epochs, first), (code, start) = self.all
         variable, kind, attribute = variable_of(name), type(owner), name.rpartition(".")[2]
         emptied = owner is None or not self.is_own(kind)  # of an own class, reset() need not set all
-        if "LOAD" not in first_uses(code, start, variable, of=VARIABLES, emptied=emptied):
+        if "LOAD" not in first_uses(code, start, variable, of=OF_VARIABLES, emptied=emptied):
             return False
         if owner is not None and self._is_set_first(kind, attribute, self.all[-1:]):
             return False  # in each step: the last value only
-        at_head = first_uses(code, first if code is epochs else None, variable, of=VARIABLES, emptied=emptied)
+        at_head = first_uses(code, first if code is epochs else None, variable, of=OF_VARIABLES, emptied=emptied)
         return at_head == {"STORE"} or (owner is not None and self.is_set_anew(kind, attribute))
 
     # ---- of attributes
@@ -196,10 +196,10 @@ class Loops:
         """Return whether a method of a registered object, or the loop, may read this attribute before it is set anew."""
         skipped = ("__init__", "state_dict", "load_state_dict")
         methods = [one for base in kind.__mro__ for name, one in vars(base).items() if name not in skipped]
-        if any("LOAD" in first_uses(code, None, attribute, of=ATTRIBUTES) for code in codes_in(methods)):
+        if any("LOAD" in first_uses(code, None, attribute, of=OF_ATTRIBUTES) for code in codes_in(methods)):
             return not self.is_set_anew(kind, attribute)
         setters = self._setters(kind, attribute)
-        return any("LOAD" in first_uses(*loop, attribute, of=ATTRIBUTES, calls=setters) for loop in self.all)
+        return any("LOAD" in first_uses(*loop, attribute, of=OF_ATTRIBUTES, calls=setters) for loop in self.all)
 
     def _is_set_first(
         self, kind: type, attribute: str, loops: Sequence[tuple[CodeType, int]], stops: tuple[str, ...] = ()
@@ -210,7 +210,7 @@ class Loops:
             return True
         setters = self._setters(kind, attribute)
         return any(
-            first_uses(code, start, attribute, of=ATTRIBUTES, calls=setters, stops=stops, emptied=True) == {"STORE"}
+            first_uses(code, start, attribute, of=OF_ATTRIBUTES, calls=setters, stops=stops, emptied=True) == {"STORE"}
             for code, start in [*loops, *(one for code, _ in loops for one in of_batches(code))]
         )
 
@@ -271,7 +271,7 @@ class Loops:
         """Return whether hooks of an optimizer or a layer set a collection, each time anew, and a step reads it after its
         micro-batches alone."""
         code, start = self.all[-1]
-        if first_uses(code, start, variable, of=VARIABLES, calls=("batches",)) != {"STORE"}:
+        if first_uses(code, start, variable, of=OF_VARIABLES, calls=("batches",)) != {"STORE"}:
             return False
         codes = codes_in(self.globals.values()) + [one for one in self.code.co_consts if isinstance(one, CodeType)]
         having = [one for one in codes if variable in one.co_names + one.co_freevars]

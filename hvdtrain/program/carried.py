@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.program.anew import THE_GLOBAL, Loops, variable_of
+from hvdtrain.program.marks import buffers_by_name, empty_in, held_by, named_layers, names_changed
 from hvdtrain.program.reached import RESULT, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.program.restarted import copies_of, differences_of, orders_of
 from hvdtrain.program.shown import is_left
@@ -33,14 +34,14 @@ NOT_FILLED = ("0", "0.0", "(0,)")  # sums, and the marks of collections
 
 
 class Carried:
-    """The variables of the function that has the loop over `run.epochs`, in this frame.
+    """The variables of the function that has the loop over `run.epochs`, in this frame, and what its models hold.
 
     saved: by name, the objects that a checkpoint has. of_run: what a resumed run knows, by its name in `run`. restored:
     the weights and states of optimizers that were, or none. orders: `orders_of` the run so far.
     """
 
     def __init__(
-        self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Iterable[nn.Module],
+        self, frame: FrameType, say: Callable[[str], None], saved: Mapping[str, Any], models: Sequence[nn.Module],
         of_run: Callable[[], Mapping[str, Any]], *, restored: Sequence[Tensor], orders: Mapping[str, list[str]],
     ):  # fmt: skip
         self._frame: FrameType | None = frame
@@ -51,6 +52,10 @@ class Carried:
         self._clocks = [clock() for clock in CLOCKS]
         # By name: what changes with it, and not whose it is. What the program drops would be kept.
         self._began, self._first = set[str](), dict[str, object]()
+        # Of the layers of models, also by name, what changes with their attributes and with the buffers that are saved.
+        self._models, self._buffers = models, dict[str, object]()
+        self._layers: dict[str, object] | None = None  # when the first steps began, until one was told
+        self._layers_at_head = dict[str, object]()  # of a resumed epoch
         self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
@@ -58,6 +63,7 @@ class Carried:
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
         self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
+            self._buffers = buffers_by_name(models)
             self._began = set(self._marks())
             names = {name.removeprefix(THE_GLOBAL): value for name, value in self._names().items()}
             registered = {id(one) for one in saved.values()}
@@ -83,6 +89,8 @@ class Carried:
         self.loops.begin_steps(frame)
         with OF_THE_PROGRAM:
             self._resumed, self._at_head = resumed, {}
+            self._layers_at_head = self._layers_when_resumed() if resumed else {}
+            self._layers = held_by(self._models) if self._layers is None else self._layers
             if resumed:
                 self._at_head = {name: leaf.mark for name, leaf in self._marks_of(variables_of(frame)).items()}
             self._first = self._first or {name: leaf.mark for name, leaf in self._marks().items()}
@@ -108,6 +116,8 @@ class Carried:
             if gathered := [name for name in others if self.loops.is_gathered(name, now[name].owner)]:
                 what = f"{named(gathered, self.loops.all[-1][0])} {BEGAN_ANEW.format(self._resumed)}"
                 self._say(f"warning: {what}: {KEEP_IT}, and empty it in another epoch only")
+        with OF_THE_PROGRAM:
+            self._look_at_gathered()
 
     def look(self, *, in_steps: bool = False) -> None:
         """Say what has changed, each once. in_steps: numbers, and at each second, fourth, eighth time, as it takes longer,
@@ -119,6 +129,43 @@ class Carried:
                 self._look_in_steps()
                 if not self._looks & (self._looks - 1):
                     self._look(of_steps=True)
+        with OF_THE_PROGRAM:
+            if in_steps:
+                self._look_at_layers()
+
+    def _look_at_layers(self) -> None:
+        """Look what layers hold beside weights and saved buffers, if it is not set anew."""
+        now = held_by(self._models) if self._layers else {}
+        for name in names_changed(self._layers or {}, now):
+            kinds, attribute = self._kinds_with(name)
+            if not all(self.loops.is_set_anew(kind, attribute) for kind in kinds):
+                remedy = "keep it in a buffer with persistent=True, or set it anew in each step, as from run.progress"
+                self._say(f"warning: {name} of a model has changed, and no checkpoint has it: {remedy}")
+                self._layers = {}
+                return
+
+    def _layers_when_resumed(self) -> dict[str, object]:
+        """Return what layers hold when the steps of a resumed epoch go on: also None, as a state is before the first step,
+        and the buffers that the head of the epoch has set back."""
+        now = buffers_by_name(self._models)
+        set_back = {name: now[name] for name in names_changed(self._buffers, now)}
+        return empty_in(self._models) | held_by(self._models) | set_back
+
+    def _look_at_gathered(self) -> None:
+        """Look what a model has gathered since the head of a resumed epoch, which set it back."""
+        now = held_by(self._models) | buffers_by_name(self._models) if self._layers_at_head else {}
+        for name in names_changed(self._layers_at_head, now):
+            kinds, attribute = self._kinds_with(name)
+            if any(self.loops.begins_anew(one, attribute, at_head=name in self._buffers) for one in kinds):
+                remedy = "keep it in a buffer, and set it back in another epoch only"
+                self._say(f"warning: {name} of a model {BEGAN_ANEW.format(self._resumed)}: {remedy}")
+                return
+
+    def _kinds_with(self, name: str) -> tuple[list[type], str]:
+        """Return the classes of the layers that have an attribute of this name, such as `head.scale`, and its last part."""
+        attribute = name.rpartition(".")[2]
+        layers = [one for prefix, one in named_layers(self._models) if prefix + attribute == name]
+        return [type(one) for one in layers if hasattr(one, attribute)], attribute
 
     def _look_in_steps(self) -> None:
         """Look at the numbers that an epoch sets, and its steps then change and compute with: if it is resumed, it begins

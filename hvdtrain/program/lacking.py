@@ -1,4 +1,4 @@
-"""What no checkpoint has of models, optimizers and registered objects: each is said once, when it has changed."""
+"""What no checkpoint has of optimizers and registered objects: each is said once, when it has changed."""
 
 import contextlib
 import copy
@@ -6,70 +6,19 @@ import functools
 import io
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.engines.accelerators import tensors_in
-from hvdtrain.engines.modules import uncompiled_name
-from hvdtrain.engines.portable import has_memory
-from hvdtrain.program.carried import BEGAN_ANEW, Carried
-from hvdtrain.program.reached import mark_of
+from hvdtrain.program.carried import Carried
+from hvdtrain.program.marks import as_tensor, mark_of, names_changed, numbers_of, tensors_held
 from hvdtrain.program.uses import OF_THE_PROGRAM
 
 SLOW = re.compile("slow|shadow|ema|avg|average")  # keys of weights that an optimizer averages
-MOST_HELD = 1_000  # parts of a list
 MOST_COPIED = 10_000_000  # values
-
-
-def attributes_held(what: object) -> Iterator[tuple[str, Any]]:
-    """Yield the public attributes of an object, and others where the program itself has the class: private ones of a
-    library's object are often caches, such as those of torchmetrics."""
-    own = type(what).__module__ == "__main__"
-    yield from (pair for pair in getattr(what, "__dict__", {}).items() if own or not pair[0].startswith("_"))
-
-
-def numbers_of(what: object, apart: Collection[object] = ()) -> dict[str, Any]:
-    """Return the numbers among an object's attributes, but for the mode of a module; also those of attributes with a state,
-    such as `after.last_epoch` of a warm-up before another scheduler. apart: what is saved itself."""
-    held = list(attributes_held(what))
-    pairs = [pair for pair in held if type(pair[1]) in (bool, int, float)]
-    for name, value in held:
-        has_state = callable(getattr(value, "load_state_dict", None)) and not any(value is one for one in apart)
-        if has_state and not isinstance(value, nn.Module | torch.optim.Optimizer):
-            inner = [(f"{name}.{key}", one) for key, one in attributes_held(value)]
-            pairs += [pair for pair in inner if type(pair[1]) in (bool, int, float)]
-    return {name: number for name, number in pairs if name.rpartition(".")[2] != "training"}
-
-
-def tensors_held(what: object) -> dict[str, list[Tensor]]:
-    """Return the tensors among an object's attributes, also those in a list, and arrays of numpy with the same memory."""
-    held = dict[str, list[Tensor]]()
-    for name, value in attributes_held(what):
-        some = value if isinstance(value, list | tuple) and len(value) <= MOST_HELD else [value]
-        if tensors := [one for one in map(as_tensor, some) if one is not None]:
-            held[name] = tensors
-    return held
-
-
-def as_tensor(value: Any) -> Tensor | None:
-    """Return a tensor, or one with the memory of an array; None for another object."""
-    if isinstance(value, Tensor):
-        return value
-    # An array that nobody can write into does not change.
-    if hasattr(value, "__array_interface__") and getattr(value, "shape", None) and value.flags.writeable:
-        with contextlib.suppress(TypeError, ValueError):  # of texts or objects; a view that torch has not
-            return torch.as_tensor(value)
-    return None
-
-
-def names_changed(began: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the names of which the marks are others now; of one that is gone, nothing is known."""
-    return [name for name, mark in began.items() if now.get(name, mark) != mark]
 
 
 def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -87,44 +36,6 @@ def marks_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
             tensors = [one for one in tensors_in(value) if id(one) not in known]
             marks |= {name: [(one.data_ptr(), one._version) for one in tensors]} if tensors else {}
     return marks
-
-
-def named_layers(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each layer, with what the names of its attributes begin with."""
-    for path, layer in (pair for model in models for pair in model.named_modules()):
-        yield uncompiled_name(f"{path}." if path else ""), layer
-
-
-def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
-    """Return what shows whether the numbers and tensors change that layers hold beside parameters and saved buffers, by
-    name. Of a layer with an extra state, nothing: that may have them."""
-    held, kept = dict[str, object](), set[int]()
-    for model in models:
-        tensors = (*model.parameters(), *model.state_dict().values())
-        kept |= {one.data_ptr() for one in tensors if has_memory(one)}
-    for prefix, layer in named_layers(models):
-        if type(layer).get_extra_state is nn.Module.get_extra_state:
-            unsaved = {name: layer._buffers.get(name) for name in layer._non_persistent_buffers_set}
-            for name, some in (
-                tensors_held(layer) | {k: [one] for k, one in unsaved.items() if one is not None}
-            ).items():
-                # Not another name of a weight, nor an output.
-                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some):
-                    held[prefix + name] = mark_of(some)
-            # By its name, the length of a table that is computed again, as of a rotary embedding, is no state.
-            held |= {prefix + name: repr(one) for name, one in numbers_of(layer).items() if "cached" not in name}
-    return held
-
-
-def buffers_by_name(models: Sequence[nn.Module]) -> dict[str, object]:
-    """Return what shows whether the buffers of modules change that checkpoints have."""
-    buffers = [pair for model in models for pair in persistent_buffers(model)]
-    return {name: mark_of([buffer]) for name, buffer in buffers if buffer is not None}
-
-
-def empty_in(models: Sequence[nn.Module]) -> dict[str, object]:
-    """Return the attributes of layers that are None, by name, as a state is before the first step."""
-    return {prefix + name: None for prefix, x in named_layers(models) for name, one in vars(x).items() if one is None}
 
 
 def optimizers_in(what: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -208,56 +119,15 @@ class Lacking:
         self._began: dict[str, dict[str, Began]] = {}  # registered objects, before they are restored
         self._compared = set[tuple[str, str]]()  # registered objects, and optimizers in them
         self._marks = [marks_of(optimizer) for optimizer in optimizers]
-        self._beside: dict[str, object] | None = None  # what modules held when training began
-        self._buffers = dict[str, object]()  # with which the loop began
-        self._at_head = dict[str, object]()  # what modules held at the head of a resumed epoch
-        self._resumed = 0  # samples of that epoch before
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Look at these, too, which are not restored yet."""
         self._began |= {name: state_of(what) for name, what in objects.items()}
 
-    def begin_training(self) -> None:
-        """Note what modules hold that no checkpoint has."""
-        if self._beside is None:
-            self._beside = held_by(self._models)
-
-    def begin_loop(self, carried: Carried) -> None:
-        """Look at what a program carries on in its loop over `run.epochs`, and at the buffers with which it begins."""
-        self.carried = carried
-        with OF_THE_PROGRAM:
-            self._buffers = buffers_by_name(self._models)
-
-    def begin_steps(self, frame: FrameType, resumed: int) -> None:
-        """See Carried."""
-        self._resumed, self._at_head = resumed, {}
-        if self.carried is not None:
-            self.carried.begin_steps(frame, resumed)
-            with OF_THE_PROGRAM:
-                now = buffers_by_name(self._models) if resumed else {}
-                set_back = {name: now[name] for name in names_changed(self._buffers, now)}
-                self._at_head = empty_in(self._models) | held_by(self._models) | set_back if resumed else {}
-
-    def end_steps(self, samples: int) -> None:
-        """See Carried. And look what a model has gathered since the head of a resumed epoch, which set it back."""
-        if self.carried is not None:
-            self.carried.end_steps(samples)
-            with OF_THE_PROGRAM:
-                now = held_by(self._models) | buffers_by_name(self._models) if self._at_head else {}
-                for name in names_changed(self._at_head, now):
-                    kinds, attribute = self._kinds_with(name)
-                    at_head = name in self._buffers
-                    if any(self.carried.loops.begins_anew(kind, attribute, at_head=at_head) for kind in kinds):
-                        remedy = "keep it in a buffer, and set it back in another epoch only"
-                        self._warn(f"{name} of a model {BEGAN_ANEW.format(self._resumed)}", remedy)
-                        return
-
     def look(self) -> None:
         """Say what has changed since, each once. Call it for each checkpoint."""
         if self.carried is not None:
             self.carried.look(in_steps=True)
-        with OF_THE_PROGRAM:
-            self._look_at_models()
         for optimizer, marks in zip(self._optimizers, self._marks, strict=True):
             with OF_THE_PROGRAM:
                 self._look_at_optimizer(optimizer, marks)
@@ -267,25 +137,8 @@ class Lacking:
             with OF_THE_PROGRAM:
                 self._look_at_registered(name, what, shared)
 
-    def _kinds_with(self, name: str) -> tuple[list[type], str]:
-        """Return the classes of the layers that have an attribute of this name, such as `head.scale`, and its last part."""
-        attribute = name.rpartition(".")[2]
-        layers = [one for prefix, one in named_layers(self._models) if prefix + attribute == name]
-        return [type(one) for one in layers if hasattr(one, attribute)], attribute
-
     def _warn(self, message: str, remedy: str) -> None:
         self._say(f"warning: {message}: {remedy}")
-
-    def _look_at_models(self) -> None:
-        now = held_by(self._models) if self._beside else {}
-        for name in names_changed(self._beside or {}, now):
-            kinds, attribute = self._kinds_with(name)
-            if self.carried is None or not all(self.carried.loops.is_set_anew(kind, attribute) for kind in kinds):
-                message = f"{name} of a model has changed, and no checkpoint has it"
-                remedy = "keep it in a buffer with persistent=True, or set it anew in each step, as from run.progress"
-                self._warn(message, remedy)
-                self._beside = {}
-                return
 
     def _look_at_optimizer(self, optimizer: torch.optim.Optimizer, marks: dict[str, object]) -> None:
         """Say which of its attributes an optimizer does not save; and the state of one in it, or its slow weights, as

@@ -17,7 +17,7 @@ import sys
 import threading
 import zlib
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from numbers import Number
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
-from hvdtrain.engines.portable import bytes_of, has_memory
+from hvdtrain.program.marks import mark_of
 
 SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)
 BUFFERS = (bytearray, array.array, memoryview)
@@ -51,16 +51,6 @@ HOOK = "hook"  # in the path of a function that is hooked in
 HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks",
 )  # fmt: skip
-
-
-MOST_COMPARED = 2**16  # values
-
-
-def mark_of(tensors: Sequence[Tensor]) -> object:
-    """Return what changes with tensors: few values themselves; of many, where they are, and how often they were written."""
-    if all(map(has_memory, tensors)) and sum(one.numel() for one in tensors) <= MOST_COMPARED:
-        return [(one.dtype, one.shape, bytes_of(one).numpy().tobytes()) for one in tensors]
-    return [(one.data_ptr(), one._version) for one in tensors]
 
 
 class Reading(NamedTuple):

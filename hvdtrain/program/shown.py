@@ -12,7 +12,7 @@ from collections.abc import Iterator, Set
 from types import CodeType
 
 from hvdtrain.program.source import assigned, called, functions_of, name_read, names_read, names_stored, syntax_of
-from hvdtrain.program.uses import VARIABLES, first_uses
+from hvdtrain.program.uses import OF_VARIABLES, first_uses
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
@@ -131,9 +131,9 @@ def name_written(target: ast.AST) -> str | None:
 def is_left(code: CodeType, offset: int, variable: str) -> bool:
     """Return whether some epochs set a variable, as the best ones do, and it is used after the last epoch. offset: where the
     loop over the epochs begins."""
-    if {"STORE", "END"} != first_uses(code, offset, variable, of=VARIABLES):
+    if {"STORE", "END"} != first_uses(code, offset, variable, of=OF_VARIABLES):
         return False
-    if "LOAD" not in first_uses(code, offset, variable, of=VARIABLES, after=True):
+    if "LOAD" not in first_uses(code, offset, variable, of=OF_VARIABLES, after=True):
         return False
     return not is_set_by_number(code, variable) and not only_decides_prints(code, variable)
 

@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-VARIABLES, ATTRIBUTES = (
-    ("_FAST", "_DEREF", "_CLOSURE", "_NAME", "_GLOBAL"),
-    ("_ATTR", "_METHOD"),
-)  # in names of instructions
+OF_VARIABLES = ("_FAST", "_DEREF", "_CLOSURE", "_NAME", "_GLOBAL")  # in names of instructions
+OF_ATTRIBUTES = ("_ATTR", "_METHOD")
 ENDS = ("RETURN", "RAISE", "RERAISE")
 EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
@@ -72,7 +70,7 @@ def first_uses(
     follows that loop is read.
     """
     names = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    if of is VARIABLES and not (calls or stops) and name not in names:  # a program may have thousands
+    if of is OF_VARIABLES and not (calls or stops) and name not in names:  # a program may have thousands
         return {"END"}
     lines = instructions_of(code)
     offsets = [one.offset for one in lines]
@@ -87,7 +85,9 @@ def first_uses(
         known.add(place)
         one = lines[place]
         uses = uses_of(one, name, of)
-        inner = one.argval if isinstance(one.argval, CodeType) and of is ATTRIBUTES else None  # such as a comprehension
+        inner = (
+            one.argval if isinstance(one.argval, CodeType) and of is OF_ATTRIBUTES else None
+        )  # such as a comprehension
         uses += ["LOAD"] if inner and name in inner.co_names else []
         if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
             uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []
@@ -116,7 +116,7 @@ def uses_between(code: CodeType, start: int, within: int, name: str) -> bool:
     lines = instructions_of(code)
     loops = [one for one in lines if one.opname == "FOR_ITER"]
     outer, inner = (next(one.argval for one in loops if one.offset >= at) for at in (start, within))
-    return any(uses_of(one, name, VARIABLES) for one in lines if inner <= one.offset < outer)
+    return any(uses_of(one, name, OF_VARIABLES) for one in lines if inner <= one.offset < outer)
 
 
 @functools.cache
@@ -143,13 +143,13 @@ def of_batches(code: CodeType) -> list[tuple[CodeType, int]]:
 def is_computed_with(code: CodeType, start: int, name: str) -> bool:
     """Return whether the loop from this offset on carries a variable on, and its micro-batches are computed with it: they
     read it on a line that does not set it, as a sum for display does."""
-    if "LOAD" not in first_uses(code, start, name, of=VARIABLES):
+    if "LOAD" not in first_uses(code, start, name, of=OF_VARIABLES):
         return False
     lines, loaded, stored = instructions_of(code), set[int | None](), set[int | None]()
     for _, begins in of_batches(code):
         loop = next((one for one in lines if one.opname == "FOR_ITER" and one.offset >= max(begins, start)), None)
         for one in [one for one in lines if loop is not None and loop.offset < one.offset < loop.argval]:
-            line, uses = one.positions and one.positions.lineno, uses_of(one, name, VARIABLES)
+            line, uses = one.positions and one.positions.lineno, uses_of(one, name, OF_VARIABLES)
             loaded |= {line} if "LOAD" in uses else set()
             stored |= {line} if "STORE" in uses else set()
     return bool(loaded - stored)
@@ -164,7 +164,7 @@ def stores(function: object, attribute: str) -> set[str]:
     if attribute not in attributes_set(code):
         return set()
     asked = {"getattr", "hasattr"} & set(code.co_names) and attribute in code.co_consts
-    return first_uses(code, None, attribute, of=ATTRIBUTES) | ({"LOAD"} if asked else set())
+    return first_uses(code, None, attribute, of=OF_ATTRIBUTES) | ({"LOAD"} if asked else set())
 
 
 @functools.cache
