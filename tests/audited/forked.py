@@ -6,6 +6,7 @@ python forked.py run SOCKET RANKS PROGRAM ARGUMENTS...     as `python PROGRAM AR
 
 import array
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -26,6 +27,7 @@ def serve(path, *modules):
     layer = torch.nn.Linear(1, 1)  # a first step imports 900 modules
     layer(torch.ones(1, 1)).sum().backward()
     torch.optim.AdamW(layer.parameters()).step()
+    gc.freeze()  # else each program that is forked looks at all of torch's objects, and copies their memory
     server = socket.socket(socket.AF_UNIX)
     server.bind(path + ".new")
     server.listen(16)

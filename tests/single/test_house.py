@@ -1,6 +1,7 @@
 """The house: imports go one way, a name means one thing, and a file is found by its name."""
 
 import ast
+import functools
 import re
 import subprocess
 from collections import Counter, defaultdict
@@ -21,9 +22,15 @@ FOR_ANNOTATIONS = {
 EVERYWHERE = {"main", "parse", "RECIPES", "METRICS"}  # of each command
 
 
+@functools.cache
+def tops(path: Path) -> list[ast.stmt]:
+    """Return the statements at the top of a file."""
+    return ast.parse(path.read_text()).body
+
+
 def imported(path: Path) -> set[str]:
     """Return the modules of hvdtrain that a file imports when it is imported, also for annotations."""
-    nodes: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    nodes: list[ast.AST] = [*tops(path)]
     nodes += [inner for node in nodes if isinstance(node, ast.If) for inner in ast.walk(node)]
     names = set()
     for node in nodes:
@@ -58,7 +65,7 @@ def test_what_reads_programs_knows_no_loop():
 def names_in(path: Path) -> set[str]:
     """Return the public names that a file defines at its top level."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in tops(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
@@ -97,7 +104,7 @@ def test_a_file_is_found_by_its_name():
 def top_names(path: Path) -> list[str]:
     """Return the constants, functions and classes that a module defines at its top, as often as it does."""
     names = []
-    for node in ast.parse(path.read_text()).body:
+    for node in tops(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.append(node.name)
         targets = [*getattr(node, "targets", []), *([node.target] if isinstance(node, ast.AnnAssign) else [])]

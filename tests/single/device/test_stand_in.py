@@ -55,6 +55,14 @@ BAD_STEP, SEED = "tests/device/programs/bad_step.py", "--seed 3"
 AT_ONCE = "--log-steps 1"  # a logged step is read at once
 
 
+# What others have, too: the same copies, scaler or skipped step.
+SLOW = {"mnist, fp16", "synthetic images", "folder", "augment.py", "micro_batches", "clipped", "adamw_fp16", "sgd"}
+
+
+def rows_of(table: dict[str, Any]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in table]
+
+
 class Found(NamedTuple):
     """What `tests.device.trace` prints of a run."""
 
@@ -67,16 +75,18 @@ class Found(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs, in one process, which imports torch once."""
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The runs of the chosen tests, in one process, which imports torch once."""
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {params["name"] for params in calls if "name" in params} | {"mnist", "adamw"}  # which others go on from
     directory = tmp_path_factory.mktemp("device")
     images = image_set.write(directory / "images", 64, 12)
     for split in ("train", "val"):
         make_shards.make_shards(images / split, directory / "shards" / split, per_shard=1000, seed=1)
     (directory / "text").write_text("All that glisters is not gold; often have you heard that told. " * 100)
     paths = {"OUT": directory, "IMAGES": images, "SHARDS": directory / "shards", "TEXT": directory / "text"}
-    asked = {name: (script, flags) for name, (script, flags, _) in RUNS.items()}
-    for name, flags in BAD_STEPS.items():
+    asked = {name: (script, flags) for name, (script, flags, _) in RUNS.items() if name in chosen}
+    for name, flags in ((name, flags) for name, flags in BAD_STEPS.items() if name in chosen):
         for how, when in (("late", ""), ("at_once", AT_ONCE)):
             out = f"--output-dir OUT/{how}/{name}"
             asked[f"{how}/{name}"] = BAD_STEP, f"{flags} {SEED} --max-skipped 2 {when} {out}"
@@ -94,7 +104,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(asked, rows, strict=True)) | {"directory": directory}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", rows_of(RUNS))
 def test_a_quiet_step_keeps_to_its_budget(found: dict[str, Any], name: str):
     row = found[name]
     assert row.code == 0
@@ -111,7 +121,7 @@ def outcome(directory: Path, how: str, name: str) -> tuple[str, float, list[dict
     return summary["parameters_sha256"], summary["loss"], errors
 
 
-@pytest.mark.parametrize("name", BAD_STEPS)
+@pytest.mark.parametrize("name", rows_of(BAD_STEPS))
 def test_a_bad_step_is_left_out_as_if_it_had_been_read_at_once(found: dict[str, Any], name: str):
     assert found[f"late/{name}"].code == found[f"at_once/{name}"].code == 0
     late, at_once = (outcome(found["directory"], how, name) for how in ("late", "at_once"))

@@ -176,7 +176,8 @@ def test_a_setup_killed_at_any_moment_is_followed_by_one_that_works(old, checkou
     assert at > 4  # the directory, the record and its rename, lib64, and the log
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow  # makes two environments; the test before ends a set-up at each of its changes of files
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_what_a_killed_setup_has_started_does_not_write_into_the_next_venv(number, checkout):
     programs = checkout / "programs"
     programs.mkdir()
