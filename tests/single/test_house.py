@@ -62,17 +62,15 @@ def test_what_reads_programs_knows_no_loop():
     assert others == {"hvdtrain.checkpoint.own", "hvdtrain.checkpoint.randomness"}
 
 
-def names_in(path: Path) -> set[str]:
-    """Return the public names that a file defines at its top level."""
-    names = set()
+def top_names(path: Path) -> list[str]:
+    """Return the constants, functions and classes that a module defines at its top, as often as it does."""
+    names = []
     for node in tops(path):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return {name for name in names if not name.startswith("_")}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        targets = [*getattr(node, "targets", []), *([node.target] if isinstance(node, ast.AnnAssign) else [])]
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
 
 
 def test_a_public_name_has_one_meaning():
@@ -80,7 +78,7 @@ def test_a_public_name_has_one_meaning():
     for module, path in FILES.items():
         if module.startswith("hvdtrain.audit"):  # looks at any program from outside; its Run and Step are of that one
             continue
-        for name in names_in(path) - EVERYWHERE:
+        for name in {name for name in top_names(path) if not name.startswith("_")} - EVERYWHERE:
             places[name].append(module)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
 
@@ -99,17 +97,6 @@ def test_a_file_is_found_by_its_name():
             by_stem[stem(path.stem)].add(path.stem)
     assert not {name for name, paths in by_name.items() if len(paths) > 1}
     assert not [names for names in by_stem.values() if len(names) > 1]
-
-
-def top_names(path: Path) -> list[str]:
-    """Return the constants, functions and classes that a module defines at its top, as often as it does."""
-    names = []
-    for node in tops(path):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-        targets = [*getattr(node, "targets", []), *([node.target] if isinstance(node, ast.AnnAssign) else [])]
-        names += [target.id for target in targets if isinstance(target, ast.Name)]
-    return names
 
 
 def test_a_module_defines_a_name_once():
