@@ -130,7 +130,7 @@ def test_a_link_and_flags_of_the_interpreter(tmp_path):
 def test_signals_come_to_the_script(tmp_path):
     (tmp_path / "train.py").write_text(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *a: sys.exit(75))\n"
-        "print('ready', flush=True)\ntime.sleep(30)\n"
+        "print('ready', flush=True)\ntime.sleep(300)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "hvdtrain.tuned", "train.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -139,7 +139,7 @@ def test_signals_come_to_the_script(tmp_path):
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 75
+    assert process.wait(timeout=120) == 75
     process.stdout.close()
 
 
