@@ -16,11 +16,22 @@ from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, TensorDa
 from hvdtrain.engines.accelerators import tensors_in
 from hvdtrain.engines.portable import is_array
 from hvdtrain.inputs.packing import Travels
-from hvdtrain.inputs.sameness import Compared, compared_of, drifted, has_cache, leaves, own_state, rows_held
+from hvdtrain.inputs.sameness import (
+    Compared,
+    compared_of,
+    drifted,
+    has_cache,
+    leaves,
+    makes_generators,
+    own_state,
+    rows_held,
+)
 from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
 CACHE = "a cache of random samples (keep them there as they are before the augmentation)"
+
+UNSEEDED = "a generator of random numbers that is made without a seed"
 
 
 class Fetched(NamedTuple):
@@ -79,9 +90,10 @@ class Samples(Travels, Dataset[Any]):
         may_draw = before is not None and not self.only_looks_up
         cached = may_draw and has_cache(self.dataset) and self.draws(epoch, numbers[0])
         rows = self.rows(numbers) if before is not None else {}
+        unseeded = before is not None and not takes_lists(self.dataset) and self.makes_generators()
         try:
             samples = self.samples(epoch, numbers)
-            first = self.first_of(samples) if rows else []
+            first = self.first_of(samples) if rows or unseeded else []
             batch = self.collate(samples)
         except SILENT as error:
             those = ", ".join(str(number % self.count) for number in numbers)
@@ -93,8 +105,8 @@ class Samples(Travels, Dataset[Any]):
         if cached and not self.draws(epoch, numbers[0]):
             return Fetched(batch, count, drifted=CACHE)
         changed = drifted(before, self.own_state())
-        if not changed and first and (changed := drifted(rows, self.rows(numbers))):
-            # Read again: a cache that is filled has the same sample then.
+        if not changed and first and (changed := drifted(rows, self.rows(numbers)) or (UNSEEDED if unseeded else "")):
+            # Read again: a cache that is filled has the same sample then, and so has what draws seeded numbers.
             again = first
             with contextlib.suppress(Exception):  # any: some can be read once
                 again = self.first_of(self.samples(epoch, numbers[:1]))
@@ -107,6 +119,11 @@ class Samples(Travels, Dataset[Any]):
             held = rows_held(self.dataset, [number % self.count for number in numbers])
             return {f"{name} of the data set": rows for name, rows in held.items()}
         return {}
+
+    def makes_generators(self) -> bool:
+        with contextlib.suppress(Exception):  # as above
+            return makes_generators(self.dataset)
+        return False
 
     def first_of(self, samples: Any) -> list[Any]:
         """Return the parts of the first sample; none if these are no list of samples."""

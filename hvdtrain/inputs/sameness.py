@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
@@ -31,7 +32,7 @@ from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.portable import bytes_of
 from hvdtrain.engines.portable import difference_of_values as difference_of
-from hvdtrain.program.uses import attributes_changed, codes_of_program, frame_of_program
+from hvdtrain.program.uses import attributes_changed, codes_of, codes_of_program, frame_of_program
 
 COMPARED = 8  # samples
 SECONDS = 0.5  # after which no further sample is read
@@ -183,6 +184,7 @@ def values_in_words(leaf: Leaf) -> str:
 
 MOST_PARTS = 200  # objects of a data set: its transforms, and what they hold
 MOST_NUMBERS = 1_000_000  # of a list
+MAKING = {"default_rng", "RandomState", "Random", "SystemRandom", "SeedSequence", "PCG64", "urandom"}
 DRIFTS = (
     "a resumed run reads other samples: let a sample follow from its index, and draw with torch's, numpy's or Python's "
 )
@@ -238,6 +240,16 @@ def has_cache(dataset: Any) -> bool:
     return any(hasattr(one, "cache_info") for one in functions) or any(
         type(one) is dict and not one for one in getattr(dataset, "__dict__", {}).values()
     )
+
+
+def makes_generators(dataset: Any) -> bool:
+    """Return whether the module of a data set may make generators of random numbers, perhaps without a seed."""
+    kind = type(dataset.dataset if isinstance(dataset, Subset) else dataset)
+    if kind.__module__.startswith("torch."):
+        return False
+    held = vars(sys.modules[kind.__module__]).values()
+    own = [one for one in held if isinstance(one, FunctionType | type) and one.__module__ == kind.__module__]
+    return any(MAKING & set(code.co_names) for one in (kind, *own) for code in codes_of(one))
 
 
 def drifted(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -229,6 +229,11 @@ class Cached(Dataset):
         return self.held[index], Y[index]
 
 
+class Drawn(Cached):
+    def __getitem__(self, index):
+        return self.read(index), Y[index]
+
+
 class CachedByFunction(Cached):
     @functools.lru_cache  # noqa: B019 - as programs do
     def __getitem__(self, index):
@@ -239,6 +244,31 @@ class After(Cached):
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         return x + torch.rand(3), y
+
+
+def of_a_new_generator(index):
+    return X[index] + float(np.random.default_rng().random())
+
+
+def of_its_number(index):
+    return X[index] + float(np.random.default_rng(index).random())
+
+
+UNSEEDED = [
+    (of_a_new_generator, {}, 1),
+    (of_a_new_generator, {"num_workers": 1}, 1),
+    (of_its_number, {}, 0),
+    (augmented, {}, 0),
+]
+
+
+@pytest.mark.parametrize(("read", "how", "told"), UNSEEDED, ids=range(len(UNSEEDED)))
+def test_numbers_that_are_drawn_without_a_seed_are_said_once(read, how, told, tmp_path, capfd, worker_server):
+    """A resumed run read other samples, exit code 0."""
+    lines = warnings_of(Drawn(read), tmp_path, capfd, **how)
+    assert [line.split(" changes when")[0] for line in lines] == [
+        "warning: a generator of random numbers that is made without a seed"
+    ] * told
 
 
 CACHES = [
