@@ -267,6 +267,13 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
             "the process that starts DataLoader workers has ended while it imported the program: keep what trains, or "
             'uses MPI or other ranks, under `if __name__ == "__main__":`, or use num_workers=0'
         ) from error
+    except RuntimeError as error:
+        if "fork context" not in str(error):
+            raise
+        raise UserError(
+            "the Dataset holds a Value, a lock or a queue that workers cannot have, as they are not forked: make it by "
+            'multiprocessing.get_context("forkserver"), or use num_workers=0'
+        ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"the Dataset cannot be sent to workers ({error}): define its class, and the functions that it holds, at the "

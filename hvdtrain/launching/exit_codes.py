@@ -32,6 +32,13 @@ CALLS = {  # what to write instead, by the name of a method
     "record": "give each value a name, as in run.record(loss=values)",
     "update": "write step.update() after the loop over step.batches(), with clip_norm= for clipping",
 }
+LEFT_OF_DDP = {  # what torch and Python say of a program that was written for it, and what we say
+    "Default process group has not been initialized": "torch.distributed begins with training.start(): "
+    "use run.rank and run.size in its block",
+    "Process group cannot be None": "destroy_process_group() after training: leave it out: hvdtrain has done so",
+    r"'\w*Sampler' object has no attribute 'set_epoch'": "sampler.set_epoch(): leave it out: each epoch has another order",
+    "object has no attribute 'module'": "run.prepare() returns the model itself: leave out .module",
+}
 stop_requests: list[str] = []  # that trainings of this process have heeded
 LINGER_SECONDS = 2.0  # how long ranks other than 0 wait before they print an error and exit
 
@@ -58,7 +65,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if (meant := of_python(error)) is None:
             raise
         end_with(meant)
-    except (RuntimeError, ValueError, argparse.ArgumentError) as error:
+    except (RuntimeError, ValueError, AssertionError, argparse.ArgumentError) as error:
         if (with_remedy := of_the_user(str(error))) is None:
             raise
         end_with(with_remedy)
@@ -70,7 +77,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 def of_python(error: TypeError | AttributeError) -> UserError | None:
     """Return what an error of Python means, if the program has made one of these mistakes."""
-    return of_a_call(error) or without_directory(error)
+    whose = not isinstance(error, AttributeError) or error.name != "module" or hasattr(error.obj, "named_parameters")
+    return of_a_call(error) or without_directory(error) or (left_of_ddp(str(error)) if whose else None)
+
+
+def left_of_ddp(message: str) -> UserError | None:
+    """Return what this means in a program that was written for DistributedDataParallel; None if it is nothing of that."""
+    meant = [line for said, line in LEFT_OF_DDP.items() if re.search(said, message)]
+    return UserError(meant[0]) if meant else None
 
 
 def of_a_call(error: Exception) -> UserError | None:
@@ -113,6 +127,8 @@ def without_directory(error: TypeError | AttributeError) -> UserError | None:
 
 def of_the_user(message: str) -> UserError | Failure | None:
     """Return the error with its remedy, if the `message` of an error of torch or argparse has one."""
+    if left := left_of_ddp(message):
+        return left
     if twice := re.match("argument .*: conflicting option strings?: (.*)", message):
         name = twice[1].partition(",")[0].lstrip("-").replace("-", "_")
         remedy = f"leave it out, and use flags.{name} of the flags that parse_args() returns, or take another name"

@@ -164,6 +164,7 @@ def test_arguments_too_long_for_a_command_line_are_left_to_the_workers(monkeypat
         (BrokenPipeError(), "a DataLoader worker has ended while it started (what it printed is above)"),
         (EOFError("unexpected EOF"), "has ended while it imported the program"),
         (ConnectionRefusedError(), "has ended while it imported the program"),
+        (RuntimeError("A SemLock created in a fork context is"), 'by multiprocessing.get_context("forkserver")'),
         (pickle.PicklingError("<lambda>"), "the Dataset cannot be sent to workers (<lambda>)"),
     ],
 )

@@ -174,6 +174,10 @@ ENDS = {  # what main does, variables, exit code, standard error
         "raise RuntimeError('CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB')",
         {}, 2, "there is not enough memory for another 20.00 GiB: use",
     ),
+    "a rank before the start": ("import torch.distributed as d; d.get_rank()", {}, 2,
+        "use run.rank and run.size in its block"),
+    "an end after the end": ("import torch.distributed as d; d.destroy_process_group()", {}, 2, "hvdtrain has done so"),
+    "another attribute": ("object().module", {}, 1, "has no attribute 'module'"),
     "another error": ("raise RuntimeError('something else')", {}, 1, "Traceback"),
 }  # fmt: skip
 

@@ -102,6 +102,10 @@ MISTAKES = {
         r"WithLoss.step\(\) takes arguments that step.update\(\) does not give: give them defaults"),
     "a sparse buffer": (dict(unprepared="net.register_buffer('graph', torch.eye(3).to_sparse())"),
         r"^graph is a sparse tensor, which a checkpoint cannot store: register the buffer with persistent=False"),
+    "what DDP wraps": (
+        dict(loss="F.mse_loss(model.module(x), y)"), r"^run.prepare\(\) returns the model itself: leave out .module"),
+    "the epoch of a sampler": (
+        dict(in_epoch="DataLoader(X).sampler.set_epoch(1)"), r"^sampler.set_epoch\(\): leave it out: each epoch has another order"),
     "SAM": (dict(prepare="net, TwoSteps(net.parameters(), lr=0.1)"), r"first_step\(\) and second_step\(\) are not called: let its step"),
     "SparseAdam": (dict(prepare="net, torch.optim.SparseAdam(net.parameters())"), "SparseAdam needs sparse gradients"),
     "sparse gradients": (
