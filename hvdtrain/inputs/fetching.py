@@ -90,7 +90,7 @@ class Samples(Travels, Dataset[Any]):
         may_draw = before is not None and not self.only_looks_up
         cached = may_draw and has_cache(self.dataset) and self.draws(epoch, numbers[0])
         rows = self.rows(numbers) if before is not None else {}
-        unseeded = before is not None and not takes_lists(self.dataset) and self.makes_generators()
+        unseeded = may_draw and not takes_lists(self.dataset) and self.makes_generators()
         try:
             samples = self.samples(epoch, numbers)
             first = self.first_of(samples) if rows or unseeded else []

@@ -139,7 +139,7 @@ BUDGETS = {
     # And what steps carry on within their epoch, a stop that a program catches.
     # And what a step costs, in numbers of calls.
     # And a program that prints the loss of a step before a resume.
-    "tests/single": 26855,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 26870,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 
