@@ -26,7 +26,7 @@ from hvdtrain.inputs.dataloaders import Jobs, fetched_by, plain_order, require_u
 from hvdtrain.inputs.fetching import Samples
 from hvdtrain.inputs.loading import as_it_is, show_own_dataset
 from hvdtrain.inputs.plan import Plan
-from hvdtrain.inputs.samplers import digest_of_indices, drawn, has_own_sampler, numbered
+from hvdtrain.inputs.samplers import DrawnBatches, digest_of_indices, drawn, has_own_sampler, numbered
 from hvdtrain.inputs.sharding import mixed_seed, seed_generators
 
 Ends = Literal["drop", "weight", "repeat"]
@@ -117,23 +117,25 @@ class ExactLoader:
         return self._plans[key]
 
     @_value_errors()
-    def _ended(self, per_step: int, count: int) -> tuple[Tensor, list[Tensor]]:
+    def _ended(self, per_step: int, count: int) -> tuple[Tensor, DrawnBatches]:
         """Return the order of this epoch with its end as `ends` has it, int64 [n], and its parts: the batches of a
         batch_sampler, which stay whole. per_step: samples, or such batches, over all ranks."""
         whole, draws = self.batch_size is None, self._draws
-        plain = [] if draws else [plain_order(self._given, count, self._seed, self.epoch)]
-        batches = draws.batches(self._seed, self.epoch) if draws else plain
+        if draws:
+            batches = draws.batches(self._seed, self.epoch)
+        else:
+            batches = DrawnBatches.one(plain_order(self._given, count, self._seed, self.epoch))
         self._digest = digest_of_indices(batches)
-        parts = len(batches) if whole else sum(map(len, batches))
+        parts = len(batches) if whole else len(batches.order)
         used = {"drop": parts - parts % per_step, "weight": parts, "repeat": parts + -parts % per_step}[self._ends]
         if not used:
             few = f"an epoch has {parts}, fewer than the {per_step} {'batches' if whole else 'samples'} of a step"
             raise UserError(f'{few}: use fewer ranks, or ends="weight"' if parts else "the DataLoader has no samples")
         # [used]: with "repeat", places beyond the last one begin again at the first.
         places = torch.arange(used) % parts
-        batches = [batches[at] for at in places.tolist()] if whole else [torch.cat(batches)[places]]
+        batches = batches.at(places) if whole else DrawnBatches.one(batches.order[places])
         batches = numbered(batches, count) if draws or used > parts else batches
-        return torch.cat(batches), batches
+        return batches.order, batches
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, also in one that is resumed: trainers count from its beginning."""

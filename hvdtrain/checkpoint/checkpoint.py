@@ -111,13 +111,16 @@ def read_facts(path: Path) -> Facts:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """Return the checkpoints in `directory`, newest first, without temporary files. Raises OSError if it cannot be read."""
+    return [directory / name for name in names_in(directory)]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return their names. Of many, a path for each takes longer than to write a small one."""
     try:
-        numbered = [
-            (int(match[1]), path) for path in directory.iterdir() if (match := CHECKPOINT_NAME.fullmatch(path.name))
-        ]
+        matches = [match for name in os.listdir(directory) if (match := CHECKPOINT_NAME.fullmatch(name))]  # noqa: PTH208
     except FileNotFoundError:
         return []
-    return [path for _, path in sorted(numbered, reverse=True)]
+    return [name for _, name in sorted(((int(match[1]), match[0]) for match in matches), reverse=True)]
 
 
 # ---- reading, and finding the newest and the best one that is valid

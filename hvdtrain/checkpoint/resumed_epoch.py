@@ -108,7 +108,7 @@ class ResumedEpoch:
             for number, (groups, later_groups) in enumerate(zip(self._before, after, strict=True))
             for place, (group, later) in enumerate(zip(groups, later_groups, strict=False))
             for name in group.keys() & later.keys()
-            if difference_of_values(group[name], later[name])
+            if group[name] is not later[name] and difference_of_values(group[name], later[name])
         ]
 
     def _put_back(self) -> None:

@@ -24,25 +24,24 @@ PATIENCE_SECONDS = 600.0  # how long `Writer.flush` waits for a file system that
 SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the previous one is nearly as recent
 
 
-def prune(directory: Path, keep: int, known: Mapping[Path, Facts] | None = None) -> dict[Path, Facts]:
+def prune(directory: Path, keep: int, known: Mapping[str, Facts] | None = None) -> dict[str, Facts]:
     """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one. Raises
     OSError, and removes none, if one cannot be read for now.
 
     keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`. known: facts of files that
-    need not be read. Return these, and those that were read, of the files that are left.
+    need not be read, by name. Return these, and those that were read, of the files that are left.
     """
-    paths, known = checkpoint.checkpoints_in(directory), known or {}
-    if len(paths) <= min(keep, SPARE):
+    names, known = checkpoint.names_in(directory), known or {}
+    if len(names) <= min(keep, SPARE):
         return dict(known)
     # Each file is read once: --output-dir may be on a network, and there may be many.
-    facts = {path: known[path] if path in known else checkpoint.read_facts(path) for path in paths}
-    asked_for = [path for path in paths if not facts[path].get("automatic")]
-    kept = {*paths[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
-    for path in paths:
-        if path not in kept:
-            with contextlib.suppress(OSError):
-                path.unlink()
-    return {path: facts[path] for path in kept}
+    facts = {name: known[name] if name in known else checkpoint.read_facts(directory / name) for name in names}
+    asked_for = [name for name, one in facts.items() if not one.get("automatic")]
+    kept = {*names[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
+    for name in facts.keys() - kept:
+        with contextlib.suppress(OSError):
+            (directory / name).unlink()
+    return {name: facts[name] for name in kept}
 
 
 class Writer:
@@ -69,7 +68,7 @@ class Writer:
         self._condition = threading.Condition()
         self._busy = self._closed = False
         self._begun_at = 0.0  # when the current write began, or will at once
-        self._facts: dict[Path, Facts] = {}  # of files in the directory: `prune` need not read them again
+        self._facts: dict[str, Facts] = {}  # of files in the directory: `prune` need not read them again
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -144,7 +143,7 @@ class Writer:
         began, processor = time.monotonic(), time.thread_time()
         try:
             checkpoint.write_checkpoint(path, facts, tensors, self.lock)
-            self._facts[path] = {name: facts.get(name) for name in ("automatic", "best")}
+            self._facts[path.name] = {name: facts.get(name) for name in ("automatic", "best")}
             with contextlib.suppress(OSError):  # what cannot be read or removed now, may be after the next one
                 self._facts = prune(self.directory, self.keep, self._facts)
         except OSError as error:

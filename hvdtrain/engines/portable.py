@@ -10,7 +10,9 @@ an object that was met before  {KIND: "same", "value": its number}: lists, mappi
 """
 
 import base64
+import bisect
 import enum
+import functools
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,6 +26,7 @@ TENSOR, KIND = MARKS = ("__tensor__", "__kind__")
 Held = dict[str, Any]  # JSON: what stands for a tensor: its place, shape and dtype
 
 SCALARS = frozenset([type(None), bool, float, str])
+PLAIN_TYPES = SCALARS | {int}
 SEQUENCES: Mapping[str, type] = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: Mapping[str, type] = {
     "dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict,
@@ -50,7 +53,12 @@ class NotStored(TypeError):
 
 def stand_in(tensor: Tensor, place: object) -> Held:
     """Return the JSON object that stands for a tensor. place: its bytes, or where they are, as JSON."""
-    return {TENSOR: place, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return {TENSOR: place, "shape": list(tensor.shape), "dtype": name_of_type(tensor.dtype)}
+
+
+@functools.cache
+def name_of_type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -117,10 +125,11 @@ def identity_of(value: Any) -> object:
 
     `detach` and `data` make new objects for the memory of one tensor, so of a tensor, memory and shape count.
     """
+    if type(value) in COUNTED:
+        return id(value)
     if has_memory(value):
         return type(value), value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-    counted = type(value) in COUNTED or isinstance(value, Tensor) or is_array(value)
-    return id(value) if counted else None
+    return id(value) if isinstance(value, Tensor) or is_array(value) else None
 
 
 def is_long(number: int) -> bool:
@@ -169,10 +178,12 @@ class _Encoder:
     def _encode_other(self, value: Any, kind: type) -> Any:
         if self._depth > DEEPEST:
             raise NotStored(f"{kind.__name__} in more than {DEEPEST} others")
+        if kind is Tensor:
+            return self._tensor(value, kind)
         if kind is list:
             return self._items(value)
         # A dictionary with one of our marks as a key would be read as something else: it goes as pairs, below.
-        if kind is dict and all(type(key) is str and key not in MARKS for key in value):
+        if kind is dict and {*map(type, value)} <= {str} and not any(mark in value for mark in MARKS):
             return dict(zip(value, self._items(value.values(), value), strict=True))
         if kind in TYPE_NAMES:
             more = self._more(value)
@@ -196,17 +207,16 @@ class _Encoder:
 
     def _items(self, items: Iterable[Any], places: Iterable[object] | None = None) -> list[Any]:
         """Return the items of a collection. places: their keys; None: they are numbered."""
-        if {*map(type, items)} <= SCALARS | {int} and not any(type(one) is int and is_long(one) for one in items):
+        if {*map(type, items)} <= PLAIN_TYPES and not any(type(one) is int and is_long(one) for one in items):
             return list(items)  # much faster for a long one
         encoded: list[Any] = []
-        places = iter(range(sys.maxsize) if places is None else places)
-        for item in items:
-            place = next(places)
-            try:
+        try:
+            for item in items:
                 encoded.append(self.encode(item))
-            except NotStored as error:
-                error.place = f"[{place!r}]{error.place}"
-                raise
+        except NotStored as error:
+            place = len(encoded) if places is None else [*places][len(encoded)]
+            error.place = f"[{place!r}]{error.place}"
+            raise
         return encoded
 
     def _pairs(self, value: dict[Any, Any]) -> list[Any]:
@@ -233,11 +243,13 @@ class _Encoder:
             raise NotStored(kind.__name__)
         if value.layout is not torch.strided or value.is_quantized:
             raise NotStored("sparse or quantized tensor")
-        if has_memory(value):
-            ends = ((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-            memory = value.device, value.untyped_storage().data_ptr()
-            self._require_apart(memory, value.data_ptr(), sum(ends) * value.element_size() + value.element_size())
-        held = stand_in(value, self._put(value.detach()))
+        if value.numel() and not value.is_meta:
+            length = value.nbytes
+            if not value.is_contiguous():
+                ends = ((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+                length = (sum(ends) + 1) * value.element_size()
+            self._require_apart((value.device, value.untyped_storage().data_ptr()), value.data_ptr(), length)
+        held = stand_in(value, self._put(value.detach() if value.requires_grad else value))
         if kind is nn.Parameter:
             return {KIND: "parameter", "value": held, "more": value.requires_grad}
         return {KIND: "leaf", "value": held} if value.requires_grad and value.is_leaf else held
@@ -256,10 +268,13 @@ class _Encoder:
 
     def _require_apart(self, memory: object, first: int, length: int) -> None:
         """Refuse one that shares only a part of its memory with another: it would be apart when it is read."""
-        spans = self._spans.setdefault(memory, [])
-        if any(first < other[1] and other[0] < first + length for other in spans):
+        if (spans := self._spans.get(memory)) is None:
+            self._spans[memory] = [(first, first + length)]
+            return
+        place = bisect.bisect(spans, (first, first))  # they are sorted: of many parts of one tensor, two are compared
+        if any(first < end and begin < first + length for begin, end in spans[max(place - 1, 0) : place + 1]):
             raise NotStored("view of a part of another tensor or array (store a copy)")
-        spans.append((first, first + length))
+        spans.insert(place, (first, first + length))
 
     def _bytes(self, value: bytes | bytearray) -> Held:
         content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
@@ -390,7 +405,7 @@ def _differences(
     elif isinstance(saved, (list, tuple, deque)):
         if len(saved) != len(read) or getattr(saved, "maxlen", None) != getattr(read, "maxlen", None):
             yield f"{where} has another length when it comes back"
-        elif not {*map(type, saved)} <= SCALARS | {int} or _told(list(saved)) != _told(list(read)):
+        elif not {*map(type, saved)} <= PLAIN_TYPES or _told(list(saved)) != _told(list(read)):
             for number, (item, other) in enumerate(zip(saved, read, strict=True)):
                 yield from _differences(item, other, f"{place}[{number}]", partner, of_read)
     elif isinstance(saved, Tensor):

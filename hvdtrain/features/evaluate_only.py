@@ -3,7 +3,7 @@ model says about each sample of a test set, in the order of the data set."""
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,17 @@ from torch import Tensor
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import name_of_type
 from hvdtrain.loop.evaluation import Evaluation
+from hvdtrain.loop.gather import kind_of_rows
 from hvdtrain.loop.run import Run
 from hvdtrain.loop.state import Length, Stage
 from hvdtrain.loop.step import Step
+from hvdtrain.models.formats import apart
 from hvdtrain.models.weights import write_tensors
 
+ROUND_BYTES = 2**22  # of all ranks, when predictions are gathered
+NO_ROWS = torch.zeros(0, dtype=torch.int64)
 RESULT_NAME = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]*")
 Rows = tuple[Tensor, dict[str, Tensor]]  # indices, int64 [n]; by name, the samples' values, [n, ...]
 
@@ -50,22 +55,24 @@ class Predictions:
             if len(value) != len(rows[-1]):
                 message = f"has {len(value)} rows for {len(rows[-1])} samples"
                 raise UserError(f"run.predict({name}=...) {message}: give a row for each sample of the batch")
-            own = value.detach().cpu()
+            own = apart(value)  # else a part of what a model returns would keep all of that
             if own.dtype in (torch.float16, torch.bfloat16):
                 own = own.float()
             elif own.dtype is torch.bool:
                 own = own.byte()
-            self._values.setdefault(name, []).append(own)
+            parts = self._values.setdefault(name, [])
+            if parts and (kind := kind_of_rows(own)) != kind_of_rows(parts[0]):
+                message = f"has rows of {kind} in one batch, and of {kind_of_rows(parts[0])} in others"
+                raise UserError(f"run.predict({name}=...) {message}: give the same shape and type in all")
+            parts.append(own)
 
     def of_all(self, engine: Engine) -> Rows | None:
-        """Return the predictions of all ranks, in the order of the data set; None if there are none. A collective."""
-        mine = {name: torch.cat(parts) for name, parts in self._values.items()}
-        indices = {name: torch.cat(parts) for name, parts in self._indices.items()}
-        first = next(iter(indices.values()), torch.zeros(0, dtype=torch.int64))
-        unlike = next((name for name, those in indices.items() if not torch.equal(those, first)), None)
-        shapes = {
-            name: [list(value.shape[1:]), str(value.dtype).removeprefix("torch.")] for name, value in mine.items()
-        }
+        """Return the predictions of all ranks on rank 0, in the order of the data set, and no rows on others; None if there
+        are none. A collective. These are let go meanwhile: outputs may be most of the memory."""
+        first = torch.cat(next(iter(self._indices.values()), [NO_ROWS]))
+        unlike = next((name for name, rows in self._indices.items() if not torch.equal(torch.cat(rows), first)), None)
+        shapes = {name: [list(one.shape[1:]), name_of_type(one.dtype)] for name, (one, *_) in self._values.items()}
+        self._indices.clear()
         everyone = engine.all_gather_object([len(first), shapes, unlike], "predict.shapes")
         known = next((theirs for _, theirs, _ in everyone if theirs), None)
         if known is None:
@@ -79,15 +86,41 @@ class Predictions:
             raise UserError(
                 "run.predict() got other names, shapes or types on another rank: give the same", everywhere=True
             )
-        counts = [count for count, *_ in everyone]
-        order = torch.cat(engine.all_gather_rows(first, counts, "predict.indices"))
+        counts, values = [count for count, *_ in everyone], dict[str, Tensor]()
+        order = gathered_on_0(engine, [first], NO_ROWS, counts, None, "predict.indices")
         # Samples that a sampler draws several times keep the order of the ranks.
-        place = order.argsort(stable=True)
-        values = {}
+        order, place = order.sort(stable=True)
+        places = torch.empty_like(place)
+        places[place] = torch.arange(len(place))
         for name, (shape, dtype) in known.items():
-            own = mine.get(name, torch.zeros(0, *shape, dtype=getattr(torch, dtype)))
-            values[name] = torch.cat(engine.all_gather_rows(own, counts, f"predict.{name}"))[place]
-        return order[place], values
+            own, none = self._values.pop(name, []), torch.zeros(0, *shape, dtype=getattr(torch, dtype))
+            values[name] = gathered_on_0(engine, own, none, counts, places, f"predict.{name}")
+        return order, values
+
+
+def gathered_on_0(
+    engine: Engine, parts: list[Tensor], none: Tensor, counts: Sequence[int], places: Tensor | None, name: str
+) -> Tensor:
+    """Return the rows of all ranks on rank 0, and none on others. A collective, in rounds of some MiB: others need no more.
+
+    parts: of this rank, and empty then. none: no rows of the same kind. counts: of the rows of each rank. places: of each
+    row in the result, on rank 0; None: they stay in the order of the ranks.
+    """
+    round_rows = max(1, ROUND_BYTES // (engine.size * max(1, none.new_empty(1, *none.shape[1:]).nbytes)))
+    whole = none.new_empty(sum(counts) if engine.rank == 0 else 0, *none.shape[1:])
+    parts.reverse()  # the first one is taken from the end
+    for begin in range(0, max(counts), round_rows):
+        lengths, own = [max(0, min(count - begin, round_rows)) for count in counts], [none]
+        while (left := lengths[engine.rank] - sum(map(len, own))) > 0:
+            own.append(parts[-1][:left])
+            parts[-1] = parts[-1][left:]
+            if not len(parts[-1]):
+                parts.pop()
+        of_ranks = engine.all_gather_rows(torch.cat(own), lengths, name)
+        for rank, rows in enumerate(of_ranks if engine.rank == 0 else ()):
+            at = slice(first := sum(counts[:rank]) + begin, first + len(rows))
+            whole[at if places is None else places[at]] = rows
+    return whole
 
 
 def write_predictions(path: Path, indices: Tensor, values: Mapping[str, Tensor]) -> None:

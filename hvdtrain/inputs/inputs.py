@@ -59,7 +59,7 @@ class Input(ABC):
     may_leave_out = False  # batches may have fewer samples than planned
     may_wait = True  # `load` may take long: for workers, a disk, a network
     indices_on = CPU  # where the indices are needed: reading them from an accelerator would stop the host
-    batches: Callable[[int, int], list[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
+    batches: Callable[[int, int], Sequence[Tensor]] | None = None  # of (seed, epoch), if batches stay whole on a rank
     # What this rank needs to continue here, as JSON, if the number of samples is not enough, as in a stream.
     position: Callable[[], Any] | None = None
     shares_position = False  # it is rank 0's for all

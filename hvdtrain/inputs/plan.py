@@ -35,7 +35,7 @@ class Plan:
     device: str | torch.device = "cpu"  # of the indices
     order: Callable[[int, int], Tensor] | None = None  # (seed, epoch) -> int64 [total]; None: `epoch_order`
     # (seed, epoch) -> batches that stay whole; takes precedence
-    batches: Callable[[int, int], list[Tensor]] | None = None
+    batches: Callable[[int, int], Sequence[Tensor]] | None = None
     batches_per_step: int = 1  # of these, over all ranks
     own: Sequence[int] = ()  # ranks that this process computes, if they take turns; (): `rank`
 
@@ -90,7 +90,7 @@ def steps_of_batches(batches: Sequence[Tensor], rank: int, size: int, per_step: 
     `steps`, the weight of a batch follows from its samples. A rank without one repeats the pass's first batch with weight 0.
     """
     for start in range(0, len(batches), per_step):
-        those = batches[start : start + per_step]
+        those = [batches[number] for number in range(start, min(start + per_step, len(batches)))]
         count = sum(map(len, those))
         passes = []
         for number in range(0, len(those), size):

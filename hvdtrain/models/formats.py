@@ -1,9 +1,8 @@
 """Writes a model for use without hvdtrain: its weights (.safetensors, .pt), or the program (.pt2: torch.export; .onnx)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from io import BytesIO
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -48,21 +47,44 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
             with atomic.replacing(path, "wb") as file:
                 write_tensors(file, state)
         else:
-            # Cloned, else a part of a tensor would be written with all of it.
-            whole = {
-                name: value.detach().cpu().clone().contiguous() if isinstance(value, Tensor) else value
-                for name, value in state.items()
-            }
-            atomic.write_atomically(path, export_bytes(lambda to: torch.save(whole, to)), sync=False)
+            whole = {name: apart(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+            with atomic.replacing(path, "wb") as file, Sink(file) as sink:
+                torch.save(whole, sink)
     except OSError as error:
         raise files.unwritten(path, error) from error
 
 
-def export_bytes(write: Callable[[BytesIO], None]) -> memoryview:
-    """Return what `write_export` writes to a file."""
-    # In memory: torch's own writer ends the process where a disk is full.
-    write(content := BytesIO())
-    return content.getbuffer()
+def apart(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU. A copy only of a part of another one, which torch would write with all of that."""
+    own = tensor.detach().cpu().contiguous()
+    whole = own.layout is not torch.strided or own.untyped_storage().nbytes() == own.nbytes
+    return own if whole else own.clone()
+
+
+class Sink:
+    """A file for torch's writer, which ends the process, or raises another error, where a disk is full: that is kept, and
+    raised at the end."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._error: OSError | None = None
+
+    def write(self, content: memoryview) -> int:
+        try:
+            return len(content) if self._error else self._file.write(content)
+        except OSError as error:
+            self._error = error
+            return len(content)
+
+    def flush(self) -> None:
+        """torch asks for it. The file is flushed when it is closed."""
+
+    def __enter__(self) -> Any:  # torch takes it for a file
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._error:
+            raise self._error
 
 
 def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> None:
@@ -81,7 +103,8 @@ def write_program(model: nn.Module, example: Sequence[Tensor], path: Path) -> No
     try:
         if path.suffix == ".pt2":
             program = torch.export.export(model, inputs, dynamic_shapes=shapes)
-            atomic.write_atomically(path, export_bytes(lambda to: torch.export.save(program, to)), sync=False)
+            with atomic.replacing(path, "wb") as file, Sink(file) as sink:
+                torch.export.save(program, sink)
         else:
             with atomic.replacing_several(path) as place:  # above 2 GB, weights are in a second file
                 torch.onnx.export(model, inputs, place, dynamo=True, dynamic_shapes=shapes, verbose=False)

@@ -154,9 +154,8 @@ class Lacking:
                     self._warn(f"{attribute} of {kind} has changed, and no checkpoint has it", remedy)
         states = {f"the state of {path} in {kind}": [*tensors_in(one.state)] for path, one in optimizers_in(optimizer)}
         own = [held for held in optimizer.state.values() if isinstance(held, dict)]
-        states[f"the slow weights of {kind}"] = [
-            *tensors_in([x[key] for x in own for key in x if SLOW.search(str(key))])
-        ]
+        slow = [key for key in {key: None for x in own for key in x} if SLOW.search(str(key))]
+        states[f"the slow weights of {kind}"] = [*tensors_in([x[key] for x in own for key in slow if key in x])]
         for what, tensors in states.items():
             if self._is_missing((kind, what), tensors, optimizer):
                 remedy = "let its state_dict() have it in 'state', and its load_state_dict() take it from there"

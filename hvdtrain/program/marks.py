@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.engines.modules import uncompiled_name
-from hvdtrain.engines.portable import bytes_of, has_memory
+from hvdtrain.engines.portable import PLAIN_TYPES, bytes_of, has_memory
 
 MOST_COMPARED = 2**16  # values
 MOST_HELD = 1_000  # parts of a list
@@ -32,9 +33,9 @@ def attributes_held(what: object) -> Iterator[tuple[str, Any]]:
 def numbers_of(what: object, apart: Collection[object] = ()) -> dict[str, Any]:
     """Return the numbers among an object's attributes, but for the mode of a module; also those of attributes with a state,
     such as `after.last_epoch` of a warm-up before another scheduler. apart: what is saved itself."""
-    held = list(attributes_held(what))
+    held = [pair for pair in attributes_held(what) if type(pair[1]) not in (str, NoneType)]
     pairs = [pair for pair in held if type(pair[1]) in (bool, int, float)]
-    for name, value in held:
+    for name, value in held if len(held) > len(pairs) else ():
         has_state = callable(getattr(value, "load_state_dict", None)) and not any(value is one for one in apart)
         if has_state and not isinstance(value, nn.Module | torch.optim.Optimizer):
             inner = [(f"{name}.{key}", one) for key, one in attributes_held(value)]
@@ -46,6 +47,8 @@ def tensors_held(what: object) -> dict[str, list[Tensor]]:
     """Return the tensors among an object's attributes, also those in a list, and arrays of numpy with the same memory."""
     held = dict[str, list[Tensor]]()
     for name, value in attributes_held(what):
+        if type(value) in PLAIN_TYPES:
+            continue
         some = value if isinstance(value, list | tuple) and len(value) <= MOST_HELD else [value]
         if tensors := [one for one in map(as_tensor, some) if one is not None]:
             held[name] = tensors
@@ -77,22 +80,22 @@ def named_layers(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 def held_by(models: Sequence[nn.Module]) -> dict[str, object]:
     """Return what shows whether the numbers and tensors change that layers hold beside parameters and saved buffers, by
     name. Of a layer with an extra state, nothing: that may have them."""
-    held, kept = dict[str, object](), set[int]()
-    for model in models:
-        tensors = (*model.parameters(), *model.state_dict().values())
-        kept |= {one.data_ptr() for one in tensors if has_memory(one)}
+    held, beside = dict[str, object](), list[tuple[str, list[Tensor]]]()
     for prefix, layer in named_layers(models):
         if type(layer).get_extra_state is nn.Module.get_extra_state:
             unsaved = {name: layer._buffers.get(name) for name in layer._non_persistent_buffers_set}
-            for name, some in (
-                tensors_held(layer) | {k: [one] for k, one in unsaved.items() if one is not None}
-            ).items():
-                # Not another name of a weight, nor an output.
-                if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some):
-                    held[prefix + name] = mark_of(some)
+            tensors = tensors_held(layer) | {k: [one] for k, one in unsaved.items() if one is not None}
+            beside += [(prefix + name, some) for name, some in tensors.items()]
             # By its name, the length of a table that is computed again, as of a rotary embedding, is no state.
             held |= {prefix + name: repr(one) for name, one in numbers_of(layer).items() if "cached" not in name}
-    return held
+    # Not another name of a weight, nor an output. Most models have nothing beside.
+    saved = [one for model in models if beside for one in (*model.parameters(), *model.state_dict().values())]
+    kept = {one.data_ptr() for one in saved if has_memory(one)}
+    return held | {
+        name: mark_of(some)
+        for name, some in beside
+        if not any(one.data_ptr() in kept or one.grad_fn is not None for one in some)
+    }
 
 
 def buffers_by_name(models: Sequence[nn.Module]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from hvdtrain.engines import collectives
 from hvdtrain.engines.collectives import FIRST_BYTES
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.modules import running_statistics
+from hvdtrain.features import evaluate_only
 from hvdtrain.guards.activity import LAST_CALLED
 from hvdtrain.loop.gather import gather_rows
 
@@ -193,3 +194,20 @@ def test_a_bug_on_one_rank_ends_the_others_too(engine):
     with pytest.raises(ZeroDivisionError if engine.rank == last else RuntimeError), engine.raising_together("bug"):
         if engine.rank == last:
             1 / 0  # noqa: B018
+
+
+def test_predictions_come_to_rank_0_in_the_order_of_the_data_in_small_rounds(engine, monkeypatch):
+    sent, gather = [], type(engine).all_gather_rows
+    noted = lambda engine, rows, *rest: sent.append(rows.nbytes) or gather(engine, rows, *rest)  # noqa: E731
+    monkeypatch.setattr(type(engine), "all_gather_rows", noted)
+    monkeypatch.setattr(evaluate_only, "ROUND_BYTES", 64)
+    predictions = evaluate_only.Predictions(whole=False)
+    whole = torch.arange(47).flip(0)
+    for indices in whole[engine.rank :: engine.size].split(5):
+        predictions.add(indices, {"wide": indices[:, None] * torch.ones(1, 3), "odd": indices % 2 == 1})
+    index, values = predictions.of_all(engine)
+    expected = torch.arange(47) if engine.rank == 0 else whole[:0]
+    assert torch.equal(index, expected)
+    assert torch.equal(values["wide"], expected[:, None] * torch.ones(1, 3))
+    assert torch.equal(values["odd"], (expected % 2).byte())
+    assert max(sent) <= 64 // engine.size

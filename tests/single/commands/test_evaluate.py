@@ -194,6 +194,8 @@ REFUSED = {
         r"run.predict\(given=...\) is not for the samples of the other values: give each value in every batch"),
     "the name of the file's own column": (PREDICT, {"predict": lambda run, x, y: run.predict(index=y)},
         r"run.predict\(index=...\): the file's own column has this name"),
+    "other columns": (PREDICT, {"predict": lambda run, x, y: run.predict(given=x[:, : len(x) // 8])},
+        r"run.predict\(given=...\) has rows of \[1\] float32 in one batch, and of \[2\] float32 in others: give"),
     "a number": (PREDICT, {"predict": lambda run, x, y: run.predict(given=1.0)},
         r"run.predict\(given=...\): give a tensor"),
     "the file's directory": ((*EVALUATE, "--predict", "{tmp}/none/p.csv"), {}, "--predict .*p.csv cannot be written"),

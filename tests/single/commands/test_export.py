@@ -1,6 +1,7 @@
 """Weights and programs for use without hvdtrain: they compute what the trained model computes."""
 
 import re
+import tracemalloc
 from importlib.util import find_spec
 
 import pytest
@@ -121,6 +122,26 @@ def test_without_room_the_earlier_file_stays_and_one_line_says_so(ending, tmp_pa
             formats.write_program(net, [EXAMPLE], path)
     assert path.read_text() == "of an earlier export"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def allocated(call):
+    """Return the bytes of tensors that a call has made, in all, and of Python's objects at most."""
+    call()  # what it imports
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        tracemalloc.start()
+        call()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return most + sum(max(0, one.self_cpu_memory_usage) for one in seen.events())
+
+
+def test_weights_are_written_without_a_copy_of_the_model_and_of_a_part_alone(tmp_path):
+    whole = torch.zeros(1000, 1000)
+    state = {"whole": whole, "part": whole[:10], "turned": whole.t()[:, :10]}
+    most = allocated(lambda: formats.write_weights(state, tmp_path / "w.pt"))
+    assert most < 0.5 * whole.nbytes
+    assert (tmp_path / "w.pt").stat().st_size < 1.1 * whole.nbytes
+    assert torch.load(tmp_path / "w.pt")["turned"].shape == (1000, 10)
 
 
 class Branching(nn.Module):

@@ -1,5 +1,6 @@
 """Any sampler: an epoch's list is drawn once, alike everywhere; killed, on other ranks, each index is used as drawn."""
 
+import gc
 import itertools
 import random
 from collections import Counter
@@ -292,3 +293,20 @@ def test_a_sampler_is_drawn_once_in_an_epoch_and_once_more_for_a_comparison():
     sampler = Drawing()
     small.Trained(net=nn.Linear(1, 1), data=[DataLoader(DATA, 8, sampler=sampler)], epochs=3)
     assert len(sampler.draws) == 4
+
+
+def test_a_weighted_sampler_is_drawn_once_in_an_epoch(monkeypatch):
+    draws, draw = [], Weighted.__iter__
+    monkeypatch.setattr(Weighted, "__iter__", lambda sampler: draws.append(1) or draw(sampler))
+    small.Trained(net=nn.Linear(1, 1), data=[DataLoader(DATA, 8, sampler=Weighted(torch.ones(N), N))], epochs=3)
+    assert len(draws) == 3
+
+
+def test_many_batches_lie_in_few_tensors():
+    batches = [[k, k + 1, k + 2] for k in range(N - 3)] * 10
+    count = lambda: sum(isinstance(one, torch.Tensor) for one in gc.get_objects())  # noqa: E731
+    before = count()
+    drawn = Drawn(serial(), batches, 1, N, in_batches=True)
+    assert count() - before < 10
+    assert [batch.tolist() for batch in drawn.batches(1, 0)] == batches
+    assert [batch.tolist() for batch in drawn.batches(1, 0)[5::7]] == batches[5::7]
