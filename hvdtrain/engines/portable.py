@@ -243,7 +243,7 @@ class _Encoder:
             raise NotStored(kind.__name__)
         if value.layout is not torch.strided or value.is_quantized:
             raise NotStored("sparse or quantized tensor")
-        if value.numel() and not value.is_meta:
+        if has_memory(value):
             length = value.nbytes
             if not value.is_contiguous():
                 ends = ((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))

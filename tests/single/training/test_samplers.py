@@ -304,7 +304,7 @@ def test_a_weighted_sampler_is_drawn_once_in_an_epoch(monkeypatch):
 
 def test_many_batches_lie_in_few_tensors():
     batches = [[k, k + 1, k + 2] for k in range(N - 3)] * 10
-    count = lambda: sum(isinstance(one, torch.Tensor) for one in gc.get_objects())  # noqa: E731
+    count = lambda: sum(type(one) is torch.Tensor for one in gc.get_objects())  # noqa: E731
     before = count()
     drawn = Drawn(serial(), batches, 1, N, in_batches=True)
     assert count() - before < 10
