@@ -25,10 +25,11 @@ def test_parallel_suite(launcher, engine, ranks, files, request):
     if launcher == "starter":  # once, and not on each rank; torch's optimizers import the last one
         start += " --import pytest,hvdtrain.training,torch._dynamo"
     python = "" if launcher == "torchrun" else PYTHON
-    marks = "-m ''" if request.node.get_closest_marker("slow") else ""
+    slow = request.node.get_closest_marker("slow") is not None
+    marks = "-m ''" if slow else ""
     folder = ROOT / "tests" / "parallel"
     paths = shlex.join(str(folder / f"test_{name}.py") for name in files) or shlex.quote(str(folder))
     suite = f"{python} -m pytest {marks} -x -q --color=no -p no:cacheprovider {paths}"
-    done = launch(f"{start} {suite}", timeout=350, HVDTRAIN_TEST_ENGINE=engine)
+    done = launch(f"{start} {suite}", timeout=800 if slow else 350, HVDTRAIN_TEST_ENGINE=engine)
     assert done.code == 0, done
     assert done.stdout.count(" passed") == ranks, done
