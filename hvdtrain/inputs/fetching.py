@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import dis
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,10 @@ from hvdtrain.inputs.sameness import (
     rows_held,
 )
 from hvdtrain.inputs.sharding import global_state, kept, mixed_seed, seed_generators
+from hvdtrain.program.uses import instructions_of
 
 COMPARISON = -1  # in place of an epoch: what is compared between ranks of the samples with these indices
 CACHE = "a cache of random samples (keep them there as they are before the augmentation)"
-
 UNSEEDED = "a generator of random numbers that is made without a seed"
 
 
@@ -190,7 +189,7 @@ def looks_up(dataset: Any) -> bool:
         return False
     read, held = kind.__getitem__, vars(dataset)
     own, of_own = read.__code__.co_varnames[0], False  # the name of `self`; whether that was just loaded
-    for one in dis.get_instructions(read.__code__):
+    for one in instructions_of(read.__code__):
         name, is_attribute = one.argval, one.opname in ("LOAD_ATTR", "LOAD_METHOD")
         if of_own:
             known = is_attribute and name in held and not hasattr(kind, name) and are_plain(held[name])

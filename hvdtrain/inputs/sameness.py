@@ -100,12 +100,8 @@ def first_samples(dataset: Any) -> list[Any]:
     """Return as JSON how many samples a data set has, and of one of tensors its first one and its last one."""
     numbers = (0, -1) if type(dataset) is TensorDataset and len(dataset) else ()
     with contextlib.suppress(Exception):  # it may have no length
-        # Each rank reads a stream of its own.
-        return (
-            [0, []]
-            if isinstance(dataset, IterableDataset)
-            else [len(dataset), [leaves(dataset[number]) for number in numbers]]
-        )
+        if not isinstance(dataset, IterableDataset):  # each rank reads a stream of its own
+            return [len(dataset), [leaves(dataset[number]) for number in numbers]]
     return [0, []]
 
 

@@ -322,17 +322,20 @@ class Stream(Input):
         rank = self._engine.rank
         if not self._readers:
             return {"workers": self._workers, "finished": True, "reader": self._held.get(rank)}
-        if not self._finished and rank not in self._ahead:
+        reader, finished = self._readers[rank].position(), self._finished
+        states = [part["state"] for part in reader.get("parts", [reader])]
+        if not finished and rank not in self._ahead and any(state is not None for state in states):
             # Only the next batch tells whether the epoch is over: where its state is that of its last sample, a data set
             # may begin anew.
-            before = self._readers[rank].position()
             try:
                 drawn: NextBatch | Exception = self._draw(rank)
             except Exception as error:  # of the next step, which raises it
                 drawn = error
-            self._ahead[rank] = drawn, self._readers[rank].position() if drawn is None else before
-        ahead, reader = self._ahead.get(rank) or (None, self._readers[rank].position())
-        return {"workers": self._workers, "finished": ahead is None, "reader": reader}
+            self._ahead[rank] = drawn, self._readers[rank].position() if drawn is None else reader
+        if rank in self._ahead:
+            drawn, reader = self._ahead[rank]
+            finished = drawn is None
+        return {"workers": self._workers, "finished": finished, "reader": reader}
 
     def restore(self, positions: Callable[[], list[Any] | None], state: TrainState) -> str | None:
         held = [one for one in positions() or () if one is not None and "reader" in one] or None  # others: of a sampler

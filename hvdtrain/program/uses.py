@@ -85,9 +85,8 @@ def first_uses(
         known.add(place)
         one = lines[place]
         uses = uses_of(one, name, of)
-        inner = (
-            one.argval if isinstance(one.argval, CodeType) and of is OF_ATTRIBUTES else None
-        )  # such as a comprehension
+        # Such as a comprehension.
+        inner = one.argval if isinstance(one.argval, CodeType) and of is OF_ATTRIBUTES else None
         uses += ["LOAD"] if inner and name in inner.co_names else []
         if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
             uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []

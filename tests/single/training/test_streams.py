@@ -316,6 +316,27 @@ def test_an_epoch_is_over_after_a_checkpoint_of_its_last_batch(kind, tmp_path):
     assert parts[-1][1] == weights
 
 
+def test_a_checkpoint_reads_no_further_in_a_stream_without_a_state(tmp_path):
+    """It may wait for what never comes."""
+    read, seen = [], []
+
+    class Waiting(IterableDataset):
+        def __iter__(self):
+            for number in range(N):
+                read.append(number)
+                yield noisy(number)
+
+    train(
+        DataLoader(Waiting(), 4),
+        "--checkpoint-steps",
+        "1",
+        out=tmp_path,
+        steps=3,
+        each=lambda t: seen.append(len(read)),
+    )
+    assert [*seen, len(read)] == [4, 8, 12, 12]
+
+
 class Late(Anew):
     def __iter__(self):
         yield from itertools.islice(super().__iter__(), 20)
