@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.program.anew import THE_GLOBAL, Loops, variable_of
-from hvdtrain.program.marks import buffers_by_name, empty_in, held_by, named_layers, names_changed
+from hvdtrain.program.marks import are_in, buffers_by_name, empty_in, held_by, named_layers, names_changed
 from hvdtrain.program.reached import RESULT, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.program.restarted import copies_of, differences_of, orders_of
-from hvdtrain.program.shown import is_left
-from hvdtrain.program.uses import OF_THE_PROGRAM, is_computed_with, named, variables_of
+from hvdtrain.program.shown import is_left, names_in_losses
+from hvdtrain.program.source import syntax_of
+from hvdtrain.program.uses import OF_THE_PROGRAM, OF_VARIABLES, first_uses, named, variables_of
 
 CLOCKS = (time.time, time.perf_counter, time.monotonic)
 MOST_LINES = 3
@@ -61,7 +62,7 @@ class Carried:
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
         self._looks = 0  # within epochs
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
-        self._at_steps: dict[str, Any] = {}  # of whoever takes the steps of an epoch, when they began
+        self._at_steps = dict[str, Reading]()  # of whoever takes the steps of an epoch, when they began
         with OF_THE_PROGRAM:
             self._buffers = buffers_by_name(models)
             self._began = set(self._marks())
@@ -91,10 +92,10 @@ class Carried:
             self._resumed, self._at_head = resumed, {}
             self._layers_at_head = self._layers_when_resumed() if resumed else {}
             self._layers = held_by(self._models) if self._layers is None else self._layers
+            self._at_steps = self._marks_of(variables_of(frame))
             if resumed:
-                self._at_head = {name: leaf.mark for name, leaf in self._marks_of(variables_of(frame)).items()}
+                self._at_head = {name: leaf.mark for name, leaf in self._at_steps.items()}
             self._first = self._first or {name: leaf.mark for name, leaf in self._marks().items()}
-            self._at_steps = variables_of(frame, float)
         self.look()
 
     def end_steps(self, samples: int) -> None:
@@ -126,8 +127,9 @@ class Carried:
             self._looks += in_steps
             self._look(numbers=in_steps)
             if in_steps:
-                self._look_in_steps()
-                if not self._looks & (self._looks - 1):
+                seldom = not self._looks & (self._looks - 1)
+                self._look_in_steps(numbers=not seldom)
+                if seldom:
                     self._look(of_steps=True)
         with OF_THE_PROGRAM:
             if in_steps:
@@ -167,13 +169,30 @@ class Carried:
         layers = [one for prefix, one in named_layers(self._models) if prefix + attribute == name]
         return [type(one) for one in layers if hasattr(one, attribute)], attribute
 
-    def _look_in_steps(self) -> None:
-        """Look at the numbers that an epoch sets, and its steps then change and compute with: if it is resumed, it begins
-        with the first ones again."""
+    def _look_in_steps(self, *, numbers: bool) -> None:
+        """Look at what the steps of an epoch leave for the next ones to compute with, such as a temperature, or a hidden
+        state: an epoch that is resumed begins with the first one again. numbers: at these alone."""
         code, start = self.loops.all[-1]
-        now = variables_of(self._of_steps(), float) if self._frame is not None else {}
-        changed = [name for name, value in now.items() if repr(self._at_steps.get(name, value)) != repr(value)]
-        self._warn([name for name in changed if is_computed_with(code, start, name)], code)
+        syntax = syntax_of(code) if self._frame is not None else None
+        used = names_in_losses(syntax[1]) if syntax else frozenset[str]()
+        held = variables_of(self._of_steps()) if used else {}
+        held = {x: one for x, one in held.items() if x in used and isinstance(one, int | float if numbers else object)}
+        now, changed = self._marks_of(held), dict[str, Any]()
+        for path, leaf in self._at_steps.items():
+            name = variable_of(path)
+            if name in held and leaf.owner is None and not isinstance(leaf.mark, GeneratorMark):
+                differs = repr(now[path].mark if path in now else None) != repr(leaf.mark)
+                changed |= {name: held[name]} if differs else {}
+        lost = [x for x in changed if "LOAD" in first_uses(code, start, x, of=OF_VARIABLES, emptied=True)]
+        known = self._known(code) if lost else []
+        self._warn([name for name in lost if not are_in(known, changed[name])], code)
+
+    def _known(self, code: CodeType) -> list[Any]:
+        """Return what a resumed run knows: what this code may ask it, and the states of registered objects, but for models
+        and generators."""
+        others = [one for one in self._saved.values() if not isinstance(one, nn.Module) and not is_generator(one)]
+        asked = [held for name, held in self._of_run().items() if name in code.co_names]
+        return tree_leaves([asked, *(one.state_dict() for one in others)])
 
     def _of_steps(self) -> FrameType:
         """Return the frame of whoever takes the steps."""
@@ -209,10 +228,7 @@ class Carried:
         lost = [name for name in lost if self.loops.is_carried(name, now[name])]
         if not (lost or left):
             return
-        known = tree_leaves([held for name, held in self._of_run().items() if name in self._code.co_names])
-        others = [one for one in self._saved.values() if not isinstance(one, nn.Module) and not is_generator(one)]
-        known += tree_leaves([one.state_dict() for one in others])
-        texts = {repr(one) for one in known if is_plain(one)}
+        texts = {repr(one) for one in self._known(self._code) if is_plain(one)}
         marks = {name: now[name].mark for name in (*lost, *left)}
         lacking = {name for name, mark in marks.items() if repr(mark) not in texts and not self._is_time(mark)}
         lost = [name for name in lost if name in lacking]

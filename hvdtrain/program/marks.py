@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.engines.modules import uncompiled_name
@@ -64,6 +65,17 @@ def as_tensor(value: Any) -> Tensor | None:
         with contextlib.suppress(TypeError, ValueError):  # of texts or objects; a view that torch has not
             return torch.as_tensor(value)
     return None
+
+
+def are_in(known: Sequence[object], value: object) -> bool:
+    """Return whether a value is made of numbers, texts and tensors, and others have the values of all of them."""
+    texts = {repr(one) for one in known if not isinstance(one, Tensor)}
+    tensors = [one for one in known if isinstance(one, Tensor)]
+    return all(
+        any(one.shape == x.shape and torch.equal(one.detach(), x) for x in tensors)
+        if isinstance(one, Tensor) else repr(one) in texts
+        for one in tree_leaves(value)
+    )  # fmt: skip
 
 
 def names_changed(began: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -1,5 +1,6 @@
 """Whether a value only decides what a program prints, such as a warning that comes once, or an estimate by the clock.
 And whether a program sets it by what a resumed run has, too: the number of the epoch, or each key of a dictionary anew.
+And which variables the losses are computed from.
 
 What is printed itself, such as the best value so far, would be another one in a resumed run.
 
@@ -11,12 +12,22 @@ import functools
 from collections.abc import Iterator, Set
 from types import CodeType
 
-from hvdtrain.program.source import assigned, called, functions_of, name_read, names_read, names_stored, syntax_of
+from hvdtrain.program.source import (
+    all_statements,
+    assigned,
+    called,
+    functions_of,
+    name_read,
+    names_read,
+    names_stored,
+    syntax_of,
+)
 from hvdtrain.program.uses import OF_VARIABLES, first_uses
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
 CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
+CHANGING |= {"appendleft", "extend", "insert", "put"}
 CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
 CHANGED_BY_EPOCHS = frozenset({"best", "evaluation", "state", "progress", "loss"})  # in `run`, and in its steps
 ASKING = frozenset({"len", "range", "int", "callable", "isinstance"})
@@ -225,3 +236,34 @@ def statements_in(node: ast.AST) -> Iterator[ast.stmt]:
         yield one
         if isinstance(one, ast.For | ast.While | ast.With | ast.Try):
             yield from statements_in(one)
+
+
+# ---- the training is computed with it
+
+
+@functools.cache
+def names_in_losses(function: ast.AST) -> frozenset[str]:
+    """Return the variables of a function from which it computes what it differentiates, and the rates of optimizers, also in
+    branches that they decide."""
+    sources = list[tuple[frozenset[str], frozenset[str | None]]]()  # of a statement: what it sets, and what it reads
+    waiting = set[str | None]()
+    for node in all_statements(function):
+        waiting |= {name for one in ast.walk(node) if called(one) == "backward" for name in names_read(one)}
+        match node:
+            case ast.Assign([ast.Subscript(slice=ast.Constant("lr" | "momentum" | "weight_decay"))]):
+                waiting |= names_read(node.value)
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                roots = {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+                sources.append((frozenset(roots), names_read(node)))
+            case ast.If() | ast.While():
+                sources.append((names_stored(node), names_read(node.test)))
+            case ast.For():
+                sources.append((names_stored(node.target), names_read(node.iter)))
+            case ast.Expr(ast.Call(ast.Attribute(value, method))) if method in CHANGING:
+                sources.append((frozenset(filter(None, names_read(value))), names_read(node)))
+    found = set[str]()
+    while new := {name for name in waiting if name} - found:
+        found |= new
+        waiting = {name for sets, reads in sources if sets & new for name in reads}
+    return frozenset(found)

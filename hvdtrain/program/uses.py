@@ -15,7 +15,9 @@ from typing import Any
 OF_VARIABLES = ("_FAST", "_DEREF", "_CLOSURE", "_NAME", "_GLOBAL")  # in names of instructions
 OF_ATTRIBUTES = ("_ATTR", "_METHOD")
 ENDS = ("RETURN", "RAISE", "RERAISE")
-EMPTYING = ("clear", "fill", "fill_", "zero_", "reset", "load_state_dict")  # methods
+# Methods that set all that is in a value.
+EMPTYING = {"clear", "fill", "fill_", "zero_", "reset", "load_state_dict", "copy_", "resize_", "resize_as_"}
+EMPTYING |= {"normal_", "uniform_", "random_", "bernoulli_"}
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
 SHOWN = 3  # names in a line
 OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple"}  # these read all attributes
@@ -136,22 +138,6 @@ def words_from(code: CodeType, start: int) -> set[str]:
 def of_batches(code: CodeType) -> list[tuple[CodeType, int]]:
     """Return where the loops over `step.batches` begin in this code."""
     return [(code, one.offset) for one in dis.get_instructions(code) if one.argval == "batches"]
-
-
-@functools.cache
-def is_computed_with(code: CodeType, start: int, name: str) -> bool:
-    """Return whether the loop from this offset on carries a variable on, and its micro-batches are computed with it: they
-    read it on a line that does not set it, as a sum for display does."""
-    if "LOAD" not in first_uses(code, start, name, of=OF_VARIABLES):
-        return False
-    lines, loaded, stored = instructions_of(code), set[int | None](), set[int | None]()
-    for _, begins in of_batches(code):
-        loop = next((one for one in lines if one.opname == "FOR_ITER" and one.offset >= max(begins, start)), None)
-        for one in [one for one in lines if loop is not None and loop.offset < one.offset < loop.argval]:
-            line, uses = one.positions and one.positions.lineno, uses_of(one, name, OF_VARIABLES)
-            loaded |= {line} if "LOAD" in uses else set()
-            stored |= {line} if "STORE" in uses else set()
-    return bool(loaded - stored)
 
 
 def stores(function: object, attribute: str) -> set[str]:

@@ -104,7 +104,8 @@ BUDGETS = {
     # And statements without their expressions: in long programs, most of a walk.
     # And variables of a step before a resume.
     # And what is beside saved tensors.
-    "hvdtrain/program": 2785,  # with comments that say why
+    # And what losses are computed from, in a function for an epoch.
+    "hvdtrain/program": 2845,  # with comments that say why
     "hvdtrain/training": 20,
     "launch": 4815,  # with --virtual-ranks, a horovodrun that is not there
     "tests/*": 605,  # with what writes a checkpoint of several ranks, the names that the oldest PyTorch has
@@ -149,7 +150,8 @@ BUDGETS = {
     # And a program that prints the loss of a step before a resume.
     # And what saves, exports and samplers cost, in counts.
     # And a stream without a state, in which a checkpoint reads no further.
-    "tests/single": 27005,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    # And what a function for an epoch carries on.
+    "tests/single": 27070,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -1,35 +1,43 @@
 """ExactResume in Lightning itself: after a checkpoint, a training sees what the whole one saw after it."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain.loader import exact_loader
 
-lightning = pytest.importorskip("lightning.pytorch", reason="make setup installs lightning")
-environments = pytest.importorskip("lightning.fabric.plugins.environments")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning")
+# Lightning takes two seconds to import: by the tests here, and not whenever tests are collected.
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="make setup installs lightning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning"),
+]
 SAMPLES, BATCH, EPOCHS = 11, 3, 3  # four steps in an epoch
 AT = {"step3": 3, "step4": 5, "epoch0": 5, "step5": 6, "step8": 10, "epoch1": 10, "step11": 13}  # lines that were seen
 
 
-class Module(lightning.LightningModule):
-    """Notes the samples and a random number of each step, and a random number of each validation."""
+def noting_module():
+    """Return a module that notes the samples and a random number of each step, and a random number of each validation."""
+    from lightning.pytorch import LightningModule
 
-    def __init__(self):
-        super().__init__()
-        self.net, self.seen = torch.nn.Linear(1, 1), []
+    class Noting(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.seen = torch.nn.Linear(1, 1), []
 
-    def training_step(self, batch, number):
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
-        self.seen.append([*(x.flatten().tolist() for (x,) in parts), torch.rand(1).item()])
-        return self.net(parts[0][0]).pow(2).mean()
+        def training_step(self, batch, number):
+            parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+            self.seen.append([*(x.flatten().tolist() for (x,) in parts), torch.rand(1).item()])
+            return self.net(parts[0][0]).pow(2).mean()
 
-    def validation_step(self, batch, number):
-        self.seen.append(["validation", torch.rand(1).item()])
+        def validation_step(self, batch, number):
+            self.seen.append(["validation", torch.rand(1).item()])
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Noting()
 
 
 def batches(first=0):
@@ -47,21 +55,24 @@ def two():
 
 def fit(train, start=None, folder=None, with_callback=True):
     """Train, and return what was seen. folder: for a checkpoint after each step, and after each epoch."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     from hvdtrain.integrations.lightning import ExactResume
 
     torch.manual_seed(2 if start else 1)  # what follows does not depend on it
-    saving = lightning.callbacks.ModelCheckpoint
     every = {"auto_insert_metric_name": False, "save_top_k": -1}
     # Else Lightning starts MPI to ask whether there are more ranks. Twice a worker of pytest has ended there without a word.
-    alone = environments.LightningEnvironment()
-    callbacks = [saving(folder, "step{step}", every_n_train_steps=1, **every),
-                 saving(folder, "epoch{epoch}", save_on_train_epoch_end=True, **every)]  # fmt: skip
-    trainer = lightning.Trainer(
+    alone = LightningEnvironment()
+    callbacks = [ModelCheckpoint(folder, "step{step}", every_n_train_steps=1, **every),
+                 ModelCheckpoint(folder, "epoch{epoch}", save_on_train_epoch_end=True, **every)]  # fmt: skip
+    trainer = Trainer(
         accelerator="cpu", max_epochs=EPOCHS, num_sanity_val_steps=0, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=folder is not None, plugins=[alone],
         callbacks=callbacks * (folder is not None) + [ExactResume()] * with_callback,
     )  # fmt: skip
-    module = Module()
+    module = noting_module()
     trainer.fit(module, train, DataLoader([1.0]), ckpt_path=start)
     return module.seen
 

@@ -550,16 +550,20 @@ TABLES = [
     "LOSSES",
     "THREADS",
     "STEPS_ALONE",
+    "MEMORIES",
+    "RECUR",
+    "TRAIN",
 ]  # no part of a program
 
 
 def trained(
-    tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None, every=7, epochs=3
-):
+    tmp_path, net, before="", head="", each="", tail="", batch="", after="", momentum=0.0, file=None, every=7, epochs=3,
+    source=None,
+):  # fmt: skip
     """file: where the program is, so that its source is read. every: so many steps, a checkpoint within an epoch."""
     parts = {"BEFORE": (before, 4), "HEAD": (head, 8), "EACH": (each, 12), "TAIL": (tail, 8), "BATCH": (batch, 16)}
     parts["AFTER"] = (after, 4)
-    source = SOURCE.replace("TIMES", str(epochs))
+    source = (source or SOURCE).replace("TIMES", str(epochs))
     for name, (text, columns) in parts.items():
         source = source.replace(name, textwrap.indent(text, " " * columns))
     program = {name: one for name, one in globals().items() if name not in TABLES}
@@ -768,8 +772,59 @@ IN_STEPS = {  # at the head of an epoch, for each micro-batch, after a step; whe
 def test_a_number_that_the_steps_of_an_epoch_change_and_compute_with_is_said(case, tmp_path, capsys):
     """A temperature that each epoch begins with was the first one again in an epoch that is resumed."""
     head, batch, each, told = IN_STEPS[case]
-    trained(tmp_path, nn.Linear(3, 1), head=head, each=each, batch=batch)
+    trained(tmp_path, nn.Linear(3, 1), head=head, each=each, batch=batch, file=tmp_path / "program.py")
     assert ("warning: heat of main() is carried on" in capsys.readouterr().out) == told
+
+
+TRAIN = """
+def train(run, model, data, kept):
+HEAD
+        for step in run.steps(*data):
+            for x, y in step.batches():
+BATCH
+                step.backward((model(x) - y).square().mean())
+            step.update()
+            value = step.loss
+EACH
+def main(run, net, optimizer, data):
+    model, _ = run.prepare(net, optimizer)
+    kept = Stateful(h=torch.zeros(3))
+BEFORE
+    for epoch in run.epochs(TIMES):
+        train(run, model, data, kept)
+"""
+RECUR = "x = x + h\nout = torch.tanh(model(x))"
+MEMORIES = {  # before the loop, at the head of an epoch, for each micro-batch, after a step; what is said of it
+    "a hidden state": ("", "h = torch.zeros(3)", RECUR + "\nh = out.mean().detach()", "", "h"),
+    "not detached": ("", "h = torch.zeros(3)", "h = h.detach()\n" + RECUR + "\nh = out.mean()", "", "h"),
+    "None at first": ("", "h = None", "x = x if h is None else x + h\nh = model(x).mean()", "h = h.detach()", "h"),
+    "a queue": ("", "rows = [X[0]]", "x = x + torch.stack(rows).mean(0)", "rows.append(X[step.number])", "rows"),
+    "in place": ("", "bank = torch.zeros(40, 3)", "x = x + bank.mean(0)", "bank[step.number] = X[step.number]", "bank"),
+    "another loader": ("", "more = cycle(DataLoader(TensorDataset(X), 4))", "x = x + next(more)[0].mean()", "", "more"),
+    "it decides": ("", "seen = set()", "if 3 not in seen:\n    x = x * 2", "seen.add(step.number)", "seen"),
+    "a counter": ("", "n = 0", "x = x * min(1, n / 3)", "n += 1", "n"),
+    "a rate": ("", "rate = 1.0\n(o,) = run.prepared().optimizers", "", "rate /= 2\no.param_groups[0]['lr'] = rate", "rate"),
+    "the run's own": ("", "n = run.state.step", "x = x * min(1, n / 3)", "n += 1", ""),
+    "a sum": ("", "total = torch.zeros(())", "total += x.mean()", "print(total)", ""),
+    "losses": ("", "losses = []", "", "losses.append(step.loss)\nprint(losses[-1])", ""),
+    "drawn anew": ("", "noise = torch.empty(3)", "noise.normal_()\nx = x + noise", "", ""),
+    "copied": ("", "held = torch.empty(8, 3)", "held.copy_(x)\nx = held * 2", "", ""),
+    "set in each step": ("", "h = torch.zeros(3)", "h = x.mean()\nx = x + h", "print(h)", ""),
+    "registered": ("run.register(kept=kept)", "h = kept.h", RECUR + "\nh = out.mean()", "kept.h = h = h.detach()", ""),
+    "a copy of it": ("run.register(kept=kept)", "h = kept.h", RECUR, "h = out.mean().detach()\nkept.h = h.clone()", ""),
+    "not changed": ("", "scale = torch.ones(3)", "x = x * scale", "", ""),
+    "a model's": ("", "layers = [model]", "x = x + layers[0](x)", "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEMORIES)
+def test_what_a_function_for_an_epoch_carries_from_step_to_step_is_said(case, tmp_path, capsys):
+    """An epoch that was resumed began with the hidden state of its first step: other bits, exit code 0."""
+    before, head, batch, each, told = MEMORIES[case]
+    how = dict(head=head, batch=batch, each=each, every=2, file=tmp_path / "program.py", source=TRAIN)
+    trained(tmp_path, nn.Linear(3, 3), before, epochs=1, **how)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.partition(" of train() is carried on")[0] for line in lines] == [f"warning: {told}"] * bool(told)
 
 
 def test_a_program_that_is_executed_with_names_of_its_own_keeps_them(tmp_path):
