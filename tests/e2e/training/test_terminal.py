@@ -90,5 +90,5 @@ def test_open_mpi_tags_whole_lines():
     done = launch(start, PYTHONUNBUFFERED="1")
     assert done.code == 0, done
     lines = [line for line in done.stdout.splitlines() if line]
-    assert len(lines) == 4, done
+    assert len(lines) == 5, done
     assert all(re.fullmatch(r"\[1,0\]<stdout>:[a-z0-9][^<]*", line) for line in lines), done
