@@ -21,7 +21,7 @@ from hvdtrain.program.anew import THE_GLOBAL, Loops, variable_of
 from hvdtrain.program.marks import are_in, buffers_by_name, empty_in, held_by, named_layers, names_changed
 from hvdtrain.program.reached import RESULT, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.program.restarted import copies_of, differences_of, orders_of
-from hvdtrain.program.shown import is_left, names_in_losses
+from hvdtrain.program.shown import is_asked_again, is_left, is_overwritten, names_in_losses
 from hvdtrain.program.source import syntax_of
 from hvdtrain.program.uses import OF_THE_PROGRAM, OF_VARIABLES, first_uses, named, variables_of
 
@@ -184,6 +184,7 @@ class Carried:
                 differs = repr(now[path].mark if path in now else None) != repr(leaf.mark)
                 changed |= {name: held[name]} if differs else {}
         lost = [x for x in changed if "LOAD" in first_uses(code, start, x, of=OF_VARIABLES, emptied=True)]
+        lost = [x for x in lost if syntax and not (is_asked_again(syntax[1], x) or is_overwritten(syntax[1], x))]
         known = self._known(code) if lost else []
         self._warn([name for name in lost if not are_in(known, changed[name])], code)
 

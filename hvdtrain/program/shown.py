@@ -21,8 +21,9 @@ from hvdtrain.program.source import (
     names_read,
     names_stored,
     syntax_of,
+    values_of,
 )
-from hvdtrain.program.uses import OF_VARIABLES, first_uses
+from hvdtrain.program.uses import EMPTYING, OF_VARIABLES, first_uses
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
@@ -267,3 +268,31 @@ def names_in_losses(function: ast.AST) -> frozenset[str]:
         found |= new
         waiting = {name for sets, reads in sources if sets & new for name in reads}
     return frozenset(found)
+
+
+def is_asked_again(function: ast.AST, name: str) -> bool:
+    """Return whether a variable is set where `if NAME or ...` holds, and constant otherwise: a resumed run asks the rest."""
+    asking = [
+        one for one in all_statements(function)
+        if isinstance(one, ast.If) and isinstance(one.test, ast.BoolOp) and isinstance(one.test.op, ast.Or)
+        and name_read(one.test.values[0]) == name
+    ]  # fmt: skip
+    constant = all(isinstance(value, ast.Constant) for value in values_of(name, function))
+    return constant and any(name in names_stored(one) for one in asking)
+
+
+def is_overwritten(function: ast.AST, name: str) -> bool:
+    """Return whether the rows of a batch are set in an array that is as long as the longest: `NAME[:n].copy_(x)`."""
+    parts = [one.targets[0] for one in all_statements(function) if isinstance(one, ast.Assign)]
+    for node in all_statements(function):
+        match node:
+            case (
+                ast.Expr(ast.Call(ast.Attribute(part, method)))
+                | ast.Assign(value=ast.Call(ast.Attribute(part, method)))
+            ) if method in EMPTYING:
+                parts.append(part)
+    for one in parts:
+        match one:
+            case ast.Subscript(ast.Name(whole), ast.Slice(lower=None)) if whole == name:
+                return True
+    return False

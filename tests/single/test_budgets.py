@@ -105,7 +105,7 @@ BUDGETS = {
     # And variables of a step before a resume.
     # And what is beside saved tensors.
     # And what losses are computed from, in a function for an epoch.
-    "hvdtrain/program": 2845,  # with comments that say why
+    "hvdtrain/program": 2870,  # with comments that say why
     "hvdtrain/training": 20,
     "launch": 4815,  # with --virtual-ranks, a horovodrun that is not there
     "tests/*": 607,  # with what writes a checkpoint of several ranks, the names that the oldest PyTorch has
@@ -151,7 +151,7 @@ BUDGETS = {
     # And what saves, exports and samplers cost, in counts.
     # And a stream without a state, in which a checkpoint reads no further.
     # And what a function for an epoch carries on, the order that a commit draws.
-    "tests/single": 27092,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27094,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 
