@@ -31,8 +31,16 @@ def put_buffer(place: BufferPlace, value: object) -> None:
 
 def is_same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        # As bytes: NaN is equal to itself, and -0.0 not to 0.0.
+        return one is other or (alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other))))
     return one is other
+
+
+def dense_buffers(layer: nn.Module) -> list[tuple[BufferPlace, Tensor | None]]:
+    """Return the buffers of a layer without sparse ones, which collectives do not carry."""
+    named = layer._buffers.items()
+    return [((layer, name), one) for name, one in named if one is None or one.layout is torch.strided]
 
 
 class BuffersOfRanks:
@@ -50,12 +58,11 @@ class BuffersOfRanks:
         for layer in model.modules():
             if layer not in self._layers:
                 self._layers[layer] = None
-                self._fixed += [(layer, name) for name, buffer in layer._buffers.items() if buffer is not None]
+                self._fixed += [place for place, buffer in dense_buffers(layer) if buffer is not None]
 
     def _now(self) -> Iterator[tuple[BufferPlace, Tensor | None]]:
         for layer in self._layers:
-            for name, buffer in list(layer._buffers.items()):
-                yield (layer, name), buffer
+            yield from dense_buffers(layer)
 
     @torch.no_grad()
     def enter(self, rank: int) -> None:

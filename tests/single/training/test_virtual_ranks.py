@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import training
-from hvdtrain.engines import tree, virtual
+from hvdtrain.engines import tree, turns, virtual
 from hvdtrain.engines.choice import cores_of_rank
 from hvdtrain.engines.errors import UserError
 from hvdtrain.features import virtual_ranks
@@ -101,6 +101,26 @@ def test_the_tree_does_not_depend_on_the_processes(ranks, processes, seed):
         pairs = zip(parts[::2], [*parts[1::2], None], strict=False)
         parts = [one if other is None else one + other for one, other in pairs]
     assert torch.equal(total, parts[0])
+
+
+@pytest.mark.parametrize(("first", "then"), [(0.0, 1.0), (float("nan"), 1.0), (1.0, float("nan")), (0.0, -0.0)])
+def test_each_rank_keeps_its_buffers_whatever_is_in_them(first, then):
+    """Also beside a sparse one, such as a graph, which stays as it is."""
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    model.running_mean.fill_(first)
+    buffers = turns.BuffersOfRanks(SimpleNamespace(own=(0, 1), processes=SimpleNamespace(size=1)))
+    buffers.watch(model)
+    for changes in (True, False):
+        buffers.begin()
+        for rank in (0, 1):
+            buffers.enter(rank)
+            if changes:
+                model.running_mean[rank] = then
+            own = [then if place == rank else first for place in (0, 1)]
+            assert repr(model.running_mean.tolist()) == repr(own)
+            buffers.leave(rank)
+        buffers.share_first()
 
 
 def train(loss_of=None, model=None, data=(small.X, small.Y), **registered):
