@@ -423,6 +423,7 @@ def test_a_sites_script_does_not_train_without_a_module_that_it_cannot_load(name
         ("starter", "srun --mpi=none --wait=60 --kill-on-bad-exit=0 python -m hvdtrain.starter -m hvdtrain.mnist"),
         ("forked", "srun --mpi=none --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
         ("pmix", "srun --mpi=pmix --wait=60 --kill-on-bad-exit=0 python -m hvdtrain.mnist"),
+        ("torchrun", "srun --mpi=none --ntasks=1 --ntasks-per-node=1 --cpus-per-task=1"),
         ("mpirun", "launch/mpirun.sh -H localhost:1 --transport mpi -- python -m hvdtrain.mnist"),
     ],
 )
@@ -431,11 +432,15 @@ def test_slurms_script_prints_its_command_unedited_and_anywhere(how, start, tmp_
     assert "\nhow=starter " in text
     script = tmp_path / "slurm.sbatch"
     script.write_text(text.replace("\nhow=starter ", f"\nhow={how} "))
+    program(tmp_path / "scontrol", "seq -f node-%g 100000")  # more than a pipe holds
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DRY_RUN": "1"}
+    if how == "torchrun":
+        env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node-[1-100000]", "SLURM_JOB_ID": "0"}
     done = subprocess.run(["bash", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert done.stdout.startswith(start)
     assert done.stdout.endswith(f"--output-dir {tmp_path}/hvdtrain/runs/0 --no-progress\n")
+    assert how != "torchrun" or " --rdzv-endpoint node-1:20000 " in done.stdout
 
 
 # Attempts of one job after each other: exit code, newest checkpoint, whether Slurm is to start it again.
