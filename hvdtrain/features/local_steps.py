@@ -79,14 +79,14 @@ class LocalSteps(Feature):
         self._others: list[Tensor] = []
         self._others_shared: list[Tensor] = []
         # Buffers, too: they are made the same anyway.
-        self._known = {id(t) for t in (*self._parameters, *floating_buffers(prepared.models))}
+        self._known = {*self._parameters, *floating_buffers(prepared.models)}
         self._follow(p for model in prepared.models for p in model.parameters())
         self._follows_registered = False
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if id(tensor) not in self._known and tensor.is_floating_point():
-                self._known.add(id(tensor))
+            if tensor not in self._known and tensor.is_floating_point():
+                self._known.add(tensor)
                 self._others.append(tensor)
                 self._others_shared.append(tensor.detach().clone())
 

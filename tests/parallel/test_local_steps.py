@@ -178,6 +178,24 @@ def test_a_parameter_without_a_gradient_is_left_alone_where_that_is_intended(eng
     assert changed == [True, engine.size > 1]
 
 
+def test_what_is_registered_is_averaged_whatever_the_model_has_let_go(engine):
+    """A tensor that is made after another was freed may have its place in memory."""
+
+    def registered(t):
+        t.net[1].running_mean = t.net[1].running_mean.clone()  # as load_state_dict(assign=True) does
+        own = nn.Module()
+        for number in range(100):
+            own.register_buffer(f"b{number}", torch.zeros(1))
+        return {"own": own}
+
+    def each(t):
+        for buffer in t.own.buffers():
+            buffer.add_(1 + engine.rank)
+
+    t = trained(engine, *MEANS, net=network, each=each, registered=registered)
+    assert engine.all_gather_object(len({float(buffer) for buffer in t.own.buffers()}), "kinds") == [1] * engine.size
+
+
 def test_a_registered_model_is_averaged_once(engine):
     """Its weights are those of the prepared model: averaged again, they would be rounded again."""
     ends = []
