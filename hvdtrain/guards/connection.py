@@ -81,7 +81,7 @@ class Channel:
 
 
 class Peer(NamedTuple):
-    """A rank's process. place: host and pid namespace; ranks with the same place can inspect each other's processes."""
+    """A rank's process. place: host and `pid_space`; ranks with the same place can inspect each other's processes."""
 
     host: str
     place: str
@@ -166,7 +166,7 @@ def connect_all(engine: Engine) -> tuple[Peers, str | None]:
     """Return all ranks, connected, and None; or without connections, and why. A collective."""
     host = socket.gethostname()
     # Containers of one host have pid namespaces of their own, where the same number is another process.
-    gathered = engine.all_gather_object([host, f"{host} {processes.pid_namespace()}", os.getpid()], "hangs.peers")
+    gathered = engine.all_gather_object([host, f"{host} {processes.pid_space()}", os.getpid()], "hangs.peers")
     peers = [Peer(*peer) for peer in gathered]
     channels, off = connect(engine, [peer.host for peer in peers]) if engine.size > 1 else ({}, None)
     return Peers(engine.rank, peers, channels), off

@@ -27,7 +27,7 @@ SHORT_DIRECTORY = "/tmp"
 @functools.cache
 def machine() -> str:
     """Return an identifier of the boot of this host and the pid namespace, in which pids are valid."""
-    return hashlib.sha256(f"{processes.boot_id()} {processes.pid_namespace()}".encode()).hexdigest()[:8]
+    return hashlib.sha256(processes.pid_space().encode()).hexdigest()[:8]
 
 
 def tag(pid: int) -> str:

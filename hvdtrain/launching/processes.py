@@ -148,6 +148,11 @@ def pid_namespace() -> str:
     return f"of {os.getpid()} alone"
 
 
+def pid_space() -> str:
+    """Return what a process of the same number is the same process within: the running kernel, and the pid namespace."""
+    return f"{boot_id()} {pid_namespace()}"
+
+
 def began() -> int:
     """Return the start time of this process, or of the starter that forked it, in clock ticks since boot."""
     found = stat(starter or proxy or os.getpid()) or stat(os.getpid())

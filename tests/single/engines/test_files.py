@@ -347,7 +347,7 @@ def test_the_earlier_of_two_runs_on_two_hosts_writes_no_more(kind, tmp_path, mon
     else:
         request.getfixturevalue(kind)
     with monkeypatch.context() as patch:
-        patch.setattr(locks, "here", lambda: "elsewhere")
+        patch.setattr(locks.processes, "pid_space", lambda: "elsewhere")
         first = Lock(tmp_path, 0)
     second = Lock(tmp_path, 0)
     with pytest.raises(OSError, match=r"a later run, on \S+, writes to ") as caught:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hvdtrain.engines.single import SerialEngine
 from hvdtrain.guards import connection as connections
 from hvdtrain.guards.connection import accept, listen_for_ranks, say_hello
 from tests.waiting import wait_for
@@ -51,6 +52,16 @@ def test_a_host_whose_name_has_no_address_is_named():
         OSError, match=r"no address for host-9\.invalid \(.*\): add it to /etc/hosts, or to the name server"
     ):
         listen_for_ranks(["h0", "host-9.invalid"])
+
+
+def test_the_same_number_on_two_hosts_of_one_name_is_another_process(monkeypatch):
+    here, there = [], []
+    for boot, found in (("a", here), ("b", there), ("a", here)):
+        monkeypatch.setattr(connections.processes, "boot_id", lambda boot=boot: boot)
+        engine = SerialEngine(tuning=False, rank=0, size=1, launcher="none")
+        found += connections.connect_all(engine)[0].all
+    peers = connections.Peers(0, here + there, {})
+    assert [peers.is_here(rank) for rank in range(3)] == [True, True, False]
 
 
 def test_only_who_knows_the_secret_gets_a_channel(hub):
