@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, NoReturn
 
 from hvdtrain.engines.errors import UserError
@@ -228,11 +228,13 @@ def fork(
     others: sockets that the rank does not need. Does not return in the rank.
     """
     streams: list[int] = []
-    forker = os.getpid()
+    forker, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         asked = receive(connection, streams)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # for the rank, until it no longer ignores what this process does
         pid = os.fork()
     except (OSError, ValueError, TypeError) as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         tell(connection, REFUSED + f" {getattr(error, 'strerror', '')}".encode())
         connection.close()
         for stream in streams:
@@ -241,7 +243,8 @@ def fork(
     if pid == 0:
         for other in others:
             other.close()
-        become_rank(connection, asked, streams, forker, program)
+        become_rank(connection, asked, streams, forker, program, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
         os.setpgid(pid, pid)
     for stream in streams:
@@ -272,9 +275,10 @@ def receive(connection: socket.socket, streams: list[int]) -> Request:
 
 
 def become_rank(
-    connection: socket.socket, asked: Request, streams: Sequence[int], forker: int, program: run_script.Program | None
-) -> NoReturn:
-    """Take over the state of who asked for the rank, and run the program."""
+    connection: socket.socket, asked: Request, streams: Sequence[int], forker: int, program: run_script.Program | None,
+    mask: Collection[int],
+) -> NoReturn:  # fmt: skip
+    """Take over the state of who asked for the rank, and run the program. mask: the signals that it blocks."""
     leave_terminal()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -285,6 +289,7 @@ def become_rank(
     processes.starter, processes.proxy = (None, asker) if asked.proxy else (asker, None)
     for number in HANDED_ON:
         signal.signal(number, signal.SIG_IGN if number in asked.ignored else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if signal.SIGINT not in asked.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

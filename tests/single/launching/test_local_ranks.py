@@ -432,6 +432,27 @@ def test_a_signal_reaches_a_rank_whose_pid_is_heard_of_later(told):
     assert [rank.wait(20) for rank in ranks] == [-signal.SIGUSR1] * 2
 
 
+BEGINS = """
+import os, signal, socket, sys, time
+from hvdtrain.launching import fork_client, forker
+asked = fork_client.fork_request(["/dev/null"], os.environ, proxy=False)
+for number in fork_client.HANDED_ON:
+    signal.signal(number, signal.SIG_IGN)
+begins, (asks, asked_for) = forker.leave_terminal, socket.socketpair()
+forker.leave_terminal = lambda: (begins(), time.sleep(1))
+fork_client.send(asks, asked)
+rank = forker.fork(asked_for, [], None)
+os.kill(rank.pid, int(sys.argv[1]))
+sys.exit(-forker.exit_code(rank.pid))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_reaches_a_rank_that_has_only_been_forked(number):
+    """The forker ignores what is for the ranks, and so does a rank as long as it has what it inherits."""
+    assert subprocess.run([sys.executable, "-c", BEGINS, str(int(number))], timeout=60).returncode == number
+
+
 @pytest.mark.parametrize(("end", "code"), [(b"-9", 137), (b"0", 1)])
 def test_a_rank_that_fails_because_another_was_killed_is_not_the_one_that_counts(told, end, code):
     """It says so itself. How the other has ended is said by the forker, which may not get a core for a while."""
