@@ -156,13 +156,9 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
             late=1
             end_job "$child"
         fi
-        while :; do
-            code=0
-            ! ((late)) || ! kill -0 "$child" 2>/dev/null || break # not even SIGKILL ended it: a file system that hangs
-            wait "$child" || code=$?
-            kill -0 "$child" 2>/dev/null || break # else a signal interrupted `wait`
-        done
-        ! ((late)) || code=1
+        while ! ((late)) && kill -0 "$child" 2>/dev/null; do wait "$child" || :; done # a signal ends `wait`, not the job
+        code=0
+        if ((late)); then code=1; else wait "$child" || code=$?; fi # bash remembers it
         trap - TERM HUP USR1 INT
         [[ ! $code =~ $final ]] || return "$code"
         ((!stopped)) || { say "exit code $code; asked to stop: not started again" && return "$code"; }
