@@ -54,6 +54,8 @@ class ScriptWatchdog:
 
     def started(self, engine: Engine) -> None:
         """Called after `hvd.init()` on every rank. Collectives are allowed here."""
+        if self.watch is not None:  # another call, which starts nothing: a second watch would see no progress in the first
+            return
         self.engine = engine
         self.watch = watch_ranks(engine, self._timeouts, guest=True)
         if self.watch.warning is not None and engine.rank == 0:

@@ -67,6 +67,8 @@ table(torch.tensor([hvd.rank()])).sum().backward()
 optimizer.step()
 print("done", flush=True)
 """,
+    # The second call does nothing. A watch of its own would leave the first one to see no progress, and to end the job.
+    "asks twice": "import threading; hvd.init(); step(); print(*(each.name for each in threading.enumerate()), flush=True)",
     "starts twice": "step(); hvd.shutdown(); hvd.init(); print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)",
 }
 
@@ -135,6 +137,8 @@ def test_a_watched_script_ends_as_without_us(tmp_path):
     done = run("joins", tmp_path, "gloo", flags="--watch 30")
     assert done.code == 0, done
     assert done.stdout.count("last 1") == 2
+    done = run("asks twice", tmp_path, "gloo", flags="--watch 30")
+    assert (done.code, done.stdout.count("watch")) == (0, 2), done
     done = run("starts twice", tmp_path, "gloo", flags="--watch 30")
     assert (done.code, done.stdout.count("2.0")) == (0, 2), done
 
