@@ -18,6 +18,7 @@ from hvdtrain.launching.forker import FAILED, REFUSED, Forker
 from hvdtrain.launching.meeting import FAILURE_SECONDS, Meeting
 from hvdtrain.launching.processes import runs
 from hvdtrain.launching.signal_socket import SignalSocket
+from hvdtrain.launching.startup import EXIT_CODE_OF_SIGNAL
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 MOST_REQUESTS = 3  # after so many of these signals, the ranks are killed
@@ -166,7 +167,7 @@ class Supervisor:
         # Before there are ranks there is nothing to save.
         unstarted = not self._pids and number in (*ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
         if unstarted or self._requests >= MOST_REQUESTS:
-            self._code = self._code or 128 + number
+            self._code = self._code or EXIT_CODE_OF_SIGNAL.get(number, 128 + number)
             self._kill()
         else:
             self._send_all(number)
