@@ -111,7 +111,7 @@ class Meeting:
 
     number, size: this starter's number, and the number of starters. host, port: where the first starter listens; port 0
     (any free port) only if there is one starter. interface: the job's; None: the one with the route to `host`.
-    seconds: time limit for all starters to connect, and again for all to be ready. secret: see `job_secret`.
+    seconds: time limit for all starters to connect, again for all to be ready, and to have heard so. secret: see `job_secret`.
     """
 
     def __init__(
@@ -182,7 +182,6 @@ class Meeting:
         told = server.get("hosts")
         came = parse_came(b"[%s]" % b",".join(told[str(number)] for number in range(self.size)), self.size)
         server.answer("PUT", "ready", "0")
-        self._deadline = time.monotonic() + self.seconds
         self._all_in("ready", lambda late: f"still importing: {first_few([came[number].host for number in late])}; "
                      f"--wait gives more than {self.seconds:.0f} s")  # fmt: skip
         self._place(came)
@@ -244,7 +243,7 @@ class Meeting:
             now = time.monotonic()
             if failed := self.failure():
                 raise Failure(failed)
-            if now > self._deadline:
+            if now - began > self.seconds:
                 raise UserError(complaint(late))
             if now - said_at > ABSENT_LINE_SECONDS:
                 said_at = now
