@@ -93,11 +93,11 @@ class Collectives(ABC):
         # Gloo pairs calls by their order alone: ranks in different collectives would take each other's objects.
         if len(set(names)) > 1:
             self._refuse_different(name)
-        texts = [bytes(theirs[16 : 16 + length].tolist()) for theirs, length in zip(everyone, lengths, strict=True)]
+        texts = [theirs[16 : 16 + length].numpy().tobytes() for theirs, length in zip(everyone, lengths, strict=True)]
         if max(lengths) > FIRST_BYTES:
             rest = [max(0, length - FIRST_BYTES) for length in lengths]
             rows = self.all_gather_rows(text[FIRST_BYTES:], rest, f"{name}.rest")
-            texts = [one + bytes(row.tolist()) for one, row in zip(texts, rows, strict=True)]
+            texts = [one + row.numpy().tobytes() for one, row in zip(texts, rows, strict=True)]
         return [json.loads(one) for one in texts]
 
     def same_on_all(self, content: bytes, name: str) -> bool:
@@ -162,7 +162,7 @@ class Collectives(ABC):
             failure = error
         ours = next((kind for kind in (UserError, Failure) if isinstance(failure, kind)), None)
         message = None if failure is None else str(failure) if ours else repr(failure)
-        mine = failure and [message, ours and ours.__name__, socket.gethostname()]
+        mine = None if failure is None else [message, ours and ours.__name__, socket.gethostname()]
         reports = self.all_gather_object(mine, f"agreement.{name}")
         failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
         if not failed:
