@@ -54,7 +54,7 @@ class ScriptWatchdog:
 
     def started(self, engine: Engine) -> None:
         """Called after `hvd.init()` on every rank. Collectives are allowed here."""
-        if self.watch is not None:  # another call, which starts nothing: a second watch would see no progress in the first
+        if self.watch is not None:  # a second call, which begins nothing: the watch of the first would see no progress
             return
         self.engine = engine
         self.watch = watch_ranks(engine, self._timeouts, guest=True)

@@ -33,14 +33,14 @@ class Holder(NamedTuple):
 
     def runs(self) -> bool:
         """Return whether the process is known to run. One of another host, or of another container, is not."""
-        process = processes.stat(self.pid) if self.place == processes.pid_space() else None
-        return process is not None and process.state not in "ZX" and process.started == self.started
+        return self.place == processes.pid_space() and processes.runs(self.pid, self.started)
 
 
 def myself() -> Holder:
     """Return a new holder of this process."""
-    own = processes.stat(os.getpid())
-    return Holder(socket.gethostname(), processes.pid_space(), os.getpid(), own.started if own else 0, secrets.token_hex(8))
+    found = processes.stat(os.getpid())
+    started = found.started if found else 0
+    return Holder(socket.gethostname(), processes.pid_space(), os.getpid(), started, secrets.token_hex(8))
 
 
 def note(handle: int, holder: Holder | None) -> None:

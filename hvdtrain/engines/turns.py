@@ -3,6 +3,7 @@
 Outside of turns, every process has the buffers of rank 0. A buffer that a program changes there changes for all ranks.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,12 +38,6 @@ def is_same(one: object, other: object) -> bool:
     return one is other
 
 
-def dense_buffers(layer: nn.Module) -> list[tuple[BufferPlace, Tensor | None]]:
-    """Return the buffers of a layer without sparse ones, which collectives do not carry."""
-    named = layer._buffers.items()
-    return [((layer, name), one) for name, one in named if one is None or one.layout is torch.strided]
-
-
 class BuffersOfRanks:
     """The buffers of the models on one process, of which each rank may have its own."""
 
@@ -58,11 +53,14 @@ class BuffersOfRanks:
         for layer in model.modules():
             if layer not in self._layers:
                 self._layers[layer] = None
-                self._fixed += [place for place, buffer in dense_buffers(layer) if buffer is not None]
+                self._fixed += [place for place, buffer in self._of_layer(layer) if buffer is not None]
+
+    def _of_layer(self, layer: nn.Module) -> list[tuple[BufferPlace, Tensor | None]]:
+        named = layer._buffers.items()  # sparse ones, which collectives do not carry, stay as they are
+        return [((layer, name), one) for name, one in named if one is None or one.layout is torch.strided]
 
     def _now(self) -> Iterator[tuple[BufferPlace, Tensor | None]]:
-        for layer in self._layers:
-            yield from dense_buffers(layer)
+        return itertools.chain.from_iterable(map(self._of_layer, self._layers))
 
     @torch.no_grad()
     def enter(self, rank: int) -> None:

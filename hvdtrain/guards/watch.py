@@ -266,7 +266,7 @@ class Watch:
 
     def _miss_launcher(self) -> None:
         """Request a stop if one of the launchers of this rank has ended."""
-        if ended := next((process for process in self.launchers if not processes.lives(process)), None):
+        if ended := next((each for each in self.launchers if not processes.runs(each.pid, each.started)), None):
             self.launchers = []
             me = f"rank {self.rank} ({self.peers.all[self.rank].host})"
             self.request_stop(f"the end of {ended.name} (pid {ended.pid}), which started {me}")

@@ -41,7 +41,7 @@ def owner_has_ended(name: str) -> bool:
     found = re.match(r"hvdtrain-([0-9a-f]{8})-(\d+)-(\d+)(-|$)", name)
     if found is None or found[1] != machine():
         return False
-    return not processes.lives(processes.Process(int(found[2]), int(found[3]), ""))
+    return not processes.runs(int(found[2]), int(found[3]))
 
 
 def claim() -> None:

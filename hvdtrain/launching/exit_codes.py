@@ -108,9 +108,8 @@ def without_directory(error: TypeError | AttributeError) -> UserError | None:
     else:
         return None
     with contextlib.suppress(Exception):  # any: the source and the variables are the author's
-        for frame, number in list(traceback.walk_tb(error.__traceback__))[
-            -4:
-        ]:  # os.path.join and pathlib have their own
+        frames = list(traceback.walk_tb(error.__traceback__))[-4:]  # os.path.join and pathlib have their own
+        for frame, number in frames:
             file, names = frame.f_code.co_filename, {**frame.f_globals, **frame.f_locals}
             line, source = linecache.getline(file, number), "".join(linecache.getlines(file))
             owners = re.findall(rf"\b(\w+)\.output_dir{after}", line)

@@ -228,27 +228,25 @@ def fork(
     others: sockets that the rank does not need. Does not return in the rank.
     """
     streams: list[int] = []
-    forker, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    forker, pid, mask = os.getpid(), None, signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         asked = receive(connection, streams)
-        signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # for the rank, until it no longer ignores what this process does
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # for the rank: until it does not ignore them as its forker
         pid = os.fork()
     except (OSError, ValueError, TypeError) as error:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         tell(connection, REFUSED + f" {getattr(error, 'strerror', '')}".encode())
         connection.close()
-        for stream in streams:
-            os.close(stream)
-        return None
     if pid == 0:
         for other in others:
             other.close()
         become_rank(connection, asked, streams, forker, program, mask)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
-        os.setpgid(pid, pid)
     for stream in streams:
         os.close(stream)
+    if pid is None:
+        return None
+    with contextlib.suppress(OSError):  # the child may have done this itself, and may have exited
+        os.setpgid(pid, pid)
     tell(connection, b"%d" % pid)
     return Rank(pid, connection, asked)
 

@@ -111,7 +111,7 @@ class Meeting:
 
     number, size: this starter's number, and the number of starters. host, port: where the first starter listens; port 0
     (any free port) only if there is one starter. interface: the job's; None: the one with the route to `host`.
-    seconds: time limit for all starters to connect, again for all to be ready, and to have heard so. secret: see `job_secret`.
+    seconds: limit for all starters to connect, for all to be ready, and for all to hear of it. secret: see `job_secret`.
     """
 
     def __init__(
@@ -303,7 +303,6 @@ class Rendezvous(socketserver.ThreadingTCPServer):
     Requests are PUT, GET and DELETE /scope/key, one per connection. Under its number, a rank stores the addresses of its
     sockets for each other rank, one after the other. GET /scope/addresses_of_RANK_of_SIZE is answered when all SIZE ranks
     have done so, with the addresses meant for RANK; or with nothing after SELECTION_SECONDS.
-
 
     The protocol has no authentication. Therefore each path begins with a token of the job's secret (see
     `rendezvous.Server`), and connections that have not named it are limited. The server listens on one address only, stores

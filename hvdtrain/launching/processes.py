@@ -180,16 +180,10 @@ def is_stopped(pid: int) -> bool:
     return found is not None and found.state in "Tt"
 
 
-def runs(pid: int) -> bool:
-    """Return whether there is a process of this number that is no zombie."""
+def runs(pid: int, started: int | None = None) -> bool:
+    """Return whether there is a process of this number, and start time, that is no zombie."""
     found = stat(pid)
-    return found is not None and found.state not in "ZX"
-
-
-def lives(process: Process) -> bool:
-    """Return whether the process still runs. A zombie does not."""
-    found = stat(process.pid)
-    return found is not None and found.state not in "ZX" and found.started == process.started
+    return found is not None and found.state not in "ZX" and started in (None, found.started)
 
 
 def launcher_name(arguments: list[str]) -> str | None:

@@ -478,7 +478,10 @@ def test_slurms_script_knows_how_a_step_ended_while_it_heard_a_signal(tmp_path):
     (venv / "activate").touch()
     script = tmp_path / "slurm.sbatch"
     script.write_text((ROOT / "launch" / "slurm.sbatch").read_text().replace("\nhow=starter ", "\nhow=torchrun "))
-    program(tmp_path / "srun", f"trap 'exit 75' TERM; echo $$ > {tmp_path}/step; sleep 1; kill -USR1 $PPID; while :; do sleep 0.1; done")
+    program(
+        tmp_path / "srun",
+        f"trap 'exit 75' TERM; echo $$ > {tmp_path}/step; sleep 1; kill -USR1 $PPID; while :; do sleep 0.1; done",
+    )
     program(tmp_path / "scancel", f"kill -TERM $(cat {tmp_path}/step); sleep 2")
     program(tmp_path / "scontrol", f'echo "$*" > {tmp_path}/said')
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}

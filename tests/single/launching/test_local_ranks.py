@@ -509,7 +509,10 @@ def test_a_signal_that_nobody_handles_leaves_nothing(start, number, code, import
 
 
 def test_a_signal_during_the_meeting_leaves_nothing(start):
-    for number, code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):  # the latter asks to stop, and to be started again
+    for number, code in (
+        (signal.SIGINT, 130),
+        (signal.SIGUSR1, 75),
+    ):  # the latter asks to stop, and to be started again
         run = start(SLEEP, **host(0, 2, free_port()))
         assert "waiting for 1 of 2" in run.process.stderr.readline()
         assert run.send(number).ends()[0] == code

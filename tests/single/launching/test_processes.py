@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
-from hvdtrain.launching.processes import Process, is_stopped, launcher_name, launchers, lives, stat
+from hvdtrain.launching.processes import Process, is_stopped, launcher_name, launchers, runs, stat
 from tests.waiting import wait_for
 
 
@@ -94,18 +94,18 @@ def test_all_up_to_the_topmost_launcher_are_missed_and_none_above(proc, monkeypa
 
 def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobody_waited_for_it():
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    me = Process(child.pid, stat(child.pid).started, "child")
-    assert lives(me)
-    assert not lives(me._replace(started=me.started + 1))
+    me = child.pid, stat(child.pid).started
+    assert runs(*me)
+    assert not runs(me[0], me[1] + 1)
     assert not is_stopped(child.pid)
     child.send_signal(19)
     wait_for(lambda: is_stopped(child.pid), "it is not stopped")
-    assert lives(me)
+    assert runs(*me)
     child.kill()
-    wait_for(lambda: not lives(me), "it lives")
+    wait_for(lambda: not runs(*me), "it lives")
     child.communicate()
-    assert not lives(me)
-    assert lives(Process(os.getpid(), stat(os.getpid()).started, "self"))
+    assert not runs(*me)
+    assert runs(os.getpid(), stat(os.getpid()).started)
 
 
 def test_a_forked_rank_began_when_its_starter_did(proc, monkeypatch):
@@ -123,5 +123,4 @@ def test_a_process_that_the_kernel_is_ending_runs_no_more(proc):
     (proc / "7").mkdir()
     for flags, running in ((0x400040, True), (0x40044C, False)):
         (proc / "7" / "stat").write_text(f"7 (python) R 1 7 7 0 -1 {flags} 5 0 0 0 3 4 0 0 20 0 9 0 99 1 1")
-        assert processes.runs(7) == running
-        assert lives(Process(7, 99, "python")) == running
+        assert (runs(7), runs(7, 99)) == (running, running)

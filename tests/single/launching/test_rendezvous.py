@@ -277,20 +277,18 @@ def test_starters_with_another_secret_are_told_at_once():
         starter(1, first.port, "that of another user").come(1)
 
 
-def test_each_part_of_a_meeting_has_its_time(seconds=2.0):
+def test_each_part_of_a_meeting_has_its_time():
     """A starter that is ready in the last moment, and then is told late of the others, is not gone."""
-    first, late = starter(0, 0, seconds=seconds), []
+    first, ended = starter(0, 0, seconds=3.0), []
     first.come(1)
     other = starter(1, first.port)
     other.come(1)
-    waits = threading.Thread(target=lambda: late.append(first.wait()))
-    waits.start()
-    time.sleep(0.7 * seconds)
-    other._request("PUT", "ready", "1")
-    time.sleep(0.7 * seconds)
-    other._request("PUT", "met", "1")
+    (waits := threading.Thread(target=lambda: ended.append(first.wait()))).start()
+    for part in ("ready", "met"):
+        time.sleep(2.0)
+        other._request("PUT", part, "1")
     waits.join(20)
-    assert late == [None]
+    assert ended == [None]
 
 
 @pytest.mark.parametrize("answer", ["{}", "[]", "7", '[["a", 1], ["b", "x"]]', '[["a", 1], ["b"]]'])
