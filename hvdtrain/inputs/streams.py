@@ -73,7 +73,7 @@ class WorkerPart(Travels, IterableDataset[Item]):
         self._drops_last = given.drop_last
         self._seed, self._turn, self._positions, self._keeps = seed, turn, list(positions), keeps
         self._holder: Any = None  # of the state
-        self._drawn, self._ended, self._left = 0, False, None
+        self._drawn, self._ended, self._left = (positions[turn][name] for name in BEGINNING)  # up to the first batch
 
     def position(self) -> Position:
         """Return the position after the last batch. Raises UserError for a state that cannot be saved."""

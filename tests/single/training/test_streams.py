@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hvdtrain.engines.errors import UserError
+from hvdtrain.inputs.sameness import batch_hash
+from hvdtrain.inputs.streams import opened_stream
 from tests.e2e.launchers import events
 from tests.single.training import small
 
@@ -266,6 +268,18 @@ def test_a_stop_in_an_evaluation_before_the_steps_keeps_the_position(tmp_path, m
     rest, after = train(make(), **how)
     assert rest == {1: seen[1][resumed_at(tmp_path) :]}
     assert after == weights
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
+def test_a_rank_that_has_not_read_since_a_resume_is_where_it_was(kind):
+    """Where a step has fewer batches than ranks. Its stream began anew at the next resume."""
+    alone = SimpleNamespace(rank=0)
+    begun = opened_stream(alone, LOADERS[kind](), 1, 0, None, keeps=True)
+    begun.draw()
+    held = begun.position()
+    again = opened_stream(alone, LOADERS[kind](), 1, 0, held, keeps=True)
+    assert again.position() == held
+    assert batch_hash(again.draw()) == batch_hash(begun.draw())
 
 
 def test_more_steps_continue_at_the_very_sample(tmp_path):
