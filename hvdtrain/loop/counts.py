@@ -51,8 +51,8 @@ class Counts:
         if not waits and not 0 <= float(count) < math.inf:
             raise UserError(f"step {self._number}: step.backward(count=...) got {float(count):g}: give it 0 or more")
         self.given = True
-        for one in optimizers:
-            self._counts.setdefault(one, {})[number] = count
+        for one in optimizers:  # plus 0, a copy: the program may write the next number into the same tensor
+            self._counts.setdefault(one, {})[number] = count + 0
         if isinstance(count, Tensor) and not count.is_floating_point():  # else torch divides in its default dtype
             count = count.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         # The average over ranks divides by `size`.
@@ -114,8 +114,8 @@ class Counts:
 
     def _multiply(self, factor: Tensor | float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
-            gradients = [p.grad for p in self._prepared.trained[optimizer] if p.grad is not None]
-            torch._foreach_mul_(gradients, factor)
+            if gradients := [p.grad for p in self._prepared.trained[optimizer] if p.grad is not None]:
+                torch._foreach_mul_(gradients, factor)
 
     def _of_all(self, own: Tensor) -> Tensor:
         """Return the number of items over the ranks that average their gradients; those of this process have `own`."""

@@ -205,7 +205,7 @@ class Evaluation:
             total = given.sum()
             tally.sums[name] = tally.sums[name] + total if name in tally.sums else total
             if count is not None:
-                tally.counts[name] = tally.counts[name] + count if name in tally.counts else count
+                tally.counts[name] = tally.counts.get(name, 0) + count  # never the program's own tensor
         # A program records the same in each batch, so that the first one has told.
         # The mode slows down every call of torch.
         self._means.stop()
