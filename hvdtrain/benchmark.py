@@ -163,7 +163,8 @@ class Trainer:
                     )
                 self.scaler.scale(loss).backward()
             clock.mark("compute", others.gradients_ready_at)
-            with others.synchronized(self.optimizer):
+            others.synchronize(self.optimizer)
+            with others.stepping(self.optimizer):
                 clock.mark("communication")
                 self.scaler.step(self.optimizer)
             self.scaler.update()

@@ -249,9 +249,8 @@ def load_content(
     content: tuple[Facts, Mapping[str, Tensor]],
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler,
 ) -> None:
-    """Load a checkpoint into models, optimizers and scaler. Raises UserError if it does not match.
+    """Load a checkpoint into models and optimizers. Raises UserError if it does not match.
 
     content: facts and tensors, as returned by `reading.read`.
     """
@@ -262,8 +261,6 @@ def load_content(
         raise UserError(f"the checkpoint does not match the optimizer ({message}): make the optimizer as the run did")
     states = [unpack_value(packed, tensors) for packed in decoded(tensors[OBJECTS])["optimizers"]]
     load_optimizers(optimizers, models, states, facts["parameters"])
-    with explained():
-        scaler.load_state_dict(facts["scaler"] or scaler.state_dict())
 
 
 def require_as_saved(
@@ -320,18 +317,6 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     return twin
 
 
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn what torch raises for an optimizer's or scaler's state into a UserError."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"the checkpoint does not match the optimizer ({first}): make the optimizer as the run did"
-        ) from error
-
-
 def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> None:
     """Load a checkpoint's models. Raises UserError if it does not match."""
     several = any(name.startswith("models.") for name in tensors)
@@ -343,7 +328,6 @@ def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> N
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state_dict into `model`. Raises UserError if names, shapes or types do not match."""
-    state = {uncompiled_name(name): tensor for name, tensor in state.items()}
     try:
         require_match(state, tensors_of(model), types=True)
     except ValueError as error:
@@ -369,10 +353,9 @@ def load_registered(name: str, what: Any, state: Any) -> None:
 
 
 def load_by_own_names(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Call `model.load_state_dict` with the names that it has if parts of it are compiled."""
-    own = {uncompiled_name(name): value for name, value in state.items()}
-    here = {name: own[uncompiled_name(name)] for name in model.state_dict() if uncompiled_name(name) in own}
-    model.load_state_dict(here, strict=False)  # strict=False: entries that `is_extra` are not in it
+    """Call `model.load_state_dict` with the names that it has if parts of it are compiled. state: by the model's own."""
+    here = {name: state[own] for name in model.state_dict() if (own := uncompiled_name(name)) in state}
+    model.load_state_dict(here, strict=False)  # of the entries that are tensors, or of the others alone
 
 
 def load_optimizers(
@@ -383,7 +366,7 @@ def load_optimizers(
 
     names: of the parameters of each group of each optimizer, when they were saved. The order may be another one now.
     """
-    with explained():
+    try:
         for optimizer, held, there in zip(optimizers, states, names, strict=True):
             here, groups = names_of(optimizer, models), []
             if len(there) != len(here):
@@ -402,6 +385,10 @@ def load_optimizers(
             moved = {number: place[name] for number, name in enumerate(chain.from_iterable(there))}
             state = {moved.get(key, key): value for key, value in held["state"].items()}
             load_exactly(optimizer, {"state": state, "param_groups": groups})
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch's own among them
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        message = f"the checkpoint does not match the optimizer ({first}): make the optimizer as the run did"
+        raise UserError(message) from error
 
 
 def require_number(name: str, mine: Any, theirs: Any) -> None:

@@ -156,17 +156,13 @@ class Objects:
                     raise UserError(f"{name} was restored by run.prepare(), and has been changed since: {remedy}")
         self._restored = {}
 
-    def require_as_saved(self, states: contents.ObjectStates, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-        """Raise UserError if a resume would not have what a checkpoint was made of. tensors: its copies."""
-        contents.require_as_saved(states, facts, tensors, self.prepared.models, self.prepared.optimizers)
-
     def restore(self, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Restore models, optimizers and loss scaler. A collective. tensors: on rank 0."""
         prepared, optimizers = self.prepared, self.prepared.optimizers
         self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
             if tensors:
-                contents.load_content((facts, tensors), prepared.models, optimizers, prepared.scaler)
+                contents.load_content((facts, tensors), prepared.models, optimizers)
                 self._resume.require_choices(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)
@@ -174,8 +170,7 @@ class Objects:
             self._engine.broadcast_optimizer_state(optimizer)
         if facts["scaler"]:
             prepared.scaler.load_state_dict(facts["scaler"])
-        if self._resume.facts is not None:
-            self._restored = self._sums_of_weights()
+        self._restored = self._sums_of_weights()
 
     # ---- the settings of optimizers
 

@@ -32,7 +32,7 @@ from hvdtrain.engines.modules import (
     running_statistics,
     uncompiled_name,
 )
-from hvdtrain.engines.portable import difference_of_values, flattened, require_no_meta, to_json, unflattened
+from hvdtrain.engines.portable import as_row, difference_of_values, flattened, require_no_meta, to_json, unflattened
 
 OWN, BYTES = "own", "own.bytes"
 EXTRA = "extra "  # prefix of the providers of `ExtraState`
@@ -279,10 +279,7 @@ def load_extra_state(module: nn.Module, held: Mapping[str, Any]) -> None:
     if not held:
         return
     try:
-        module.load_state_dict(
-            {key: held[uncompiled_name(key)] for key in module.state_dict() if uncompiled_name(key) in held},
-            strict=False,
-        )
+        contents.load_by_own_names(module, held)
     except Exception as error:  # any: set_extra_state is the author's own
         last = (str(error) or type(error).__name__).splitlines()[-1].strip()
         message = f"{next(iter(held))} does not take what it returned when the checkpoint was written ({last})"
@@ -331,7 +328,8 @@ class Modes(Provider):
     def __init__(self, models: Sequence[nn.Module], replicas: Sequence[nn.Module], registered: Mapping[str, Any]):
         """registered: objects by name, also later ones."""
         self._models, self._replicas, self._registered = models, replicas, registered
-        self._in_loop: list[str] | None = None  # both, by name, in the loop over epochs; None: not known
+        self._in_loop: list[str] = []  # both, by name, in the loop over epochs
+        self._loaded = False  # from a checkpoint, for the first loop after it
         self._began: list[tuple[str, nn.Parameter, bool]] = []  # whether each was trained when the loop began
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
@@ -341,24 +339,26 @@ class Modes(Provider):
             for path, module in top.named_modules():
                 yield prefix + uncompiled_name(f"{path}."), module
 
-    def begin(self) -> None:
-        """Note which parameters the program itself has frozen before its loop."""
+    def begin(self, step: int) -> None:
+        """Note which parameters the program itself has frozen before its loop, and its modes, or take the checkpoint's."""
         self._began = [(f"{name} trained", one, one.requires_grad) for name, one in named_parameters(self._models)]
+        # Without a step, the program has set them since, before its loop.
+        self.set() if self._loaded and step else self.state(IN_STEPS)
+        self._loaded = False
 
     def state(self, moment: Moment) -> Any:
-        # Outside of the loop, the program sets modes before and after it, and does that again in a resumed run.
-        if not moment.outside:
+        # Outside of the loop, the program sets modes before and after it, and does that again in a resumed run. An epoch in
+        # which a limit of steps has ended goes on with those of its last step, whatever the program has set for its tail.
+        if moment.in_steps or moment.epoch_ended or (moment.evaluation and not moment.outside):
             self._in_loop = list(dict.fromkeys(name for name, module in self._named() if not module.training))
             self._in_loop += [name for name, one, trained in self._began if one.requires_grad != trained]
         return self._in_loop or None
 
     def load(self, saved: Saved) -> None:
-        self._in_loop = saved.state or []
+        self._in_loop, self._loaded = saved.state or [], True
 
     def set(self) -> None:
-        """Give modules and parameters what the checkpoint has, if the run is resumed."""
-        if self._in_loop is None:
-            return
+        """Give modules and parameters what they had when this was noted last."""
         changed = set(self._in_loop)
         for name, module in self._named():
             module.training = name not in changed
@@ -450,14 +450,15 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the checksum of each tensor, int64 [n]. All are on one device, where each takes two kernels if it is small."""
     sums, device = [], tensors[0].device
     limit = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
-    longest = max(tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors)
+    longest = max(tensor.numel() * max(1 + tensor.is_complex(), tensor.element_size() // 4) for tensor in tensors)
     positions = torch.arange(1, min(limit, longest) + 1, device=device)
     for tensor in tensors:
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        # Numbers of 8 bytes as two: times an even position, the highest bit of one, its sign, is 0 modulo 2^64.
+        kind = {1: torch.int8, 2: torch.int16}.get(size := values.element_size(), torch.int32)
         total: Any = None
         done = 0
-        for chunk in chunks(values, limit):
+        for chunk in chunks(values, limit * 4 // max(4, size)):
             bits = chunk.view(kind)
             places = positions[: len(bits)] if done == 0 else positions[: len(bits)] + done
             # Overflows of int64 wrap around: the sum modulo 2^64 does not depend on the order of addition.
@@ -472,11 +473,11 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
     """Yield the elements in order, as flat tensors of at most `limit` elements. Only the current one may be copied."""
     if tensor.is_contiguous():
-        yield from tensor.reshape(-1).split(limit)
+        yield from as_row(tensor).split(limit)
         return
     rows = limit // tensor[0].numel()
     for part in tensor.split(max(1, rows)):  # channels_last, for instance
-        yield from [part.reshape(-1)] if rows else chunks(part[0], limit)
+        yield from [as_row(part)] if rows else chunks(part[0], limit)
 
 
 def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> None:

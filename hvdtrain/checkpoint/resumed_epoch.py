@@ -33,7 +33,7 @@ class ResumedEpoch:
         """registered: objects by name, also later ones. facts: of the checkpoint that is resumed. lengthened: with another
         number of epochs or steps."""
         self._models, self._optimizers, self._registered = prepared.models, prepared.optimizers, registered
-        self._modes, self._lengthened = modes, lengthened
+        self.modes, self._lengthened = modes, lengthened
         facts = facts or {}
         self._changed: Changed | None = facts.get("head", [])  # None: it follows from the settings
         self._stopped_in: int = facts.get("evaluation", 0)  # the evaluation of the epoch, from 1; 0: none
@@ -47,9 +47,7 @@ class ResumedEpoch:
 
     def note(self, state: TrainState) -> None:
         """Note all states as of the last step, before the program comes to the head of the epoch, if that is resumed."""
-        self._modes.begin()
-        if state.step:  # else the program has set them since, before its loop
-            self._modes.set()
+        self.modes.begin(state.step)
         if not state.samples_of_epoch and not self._stopped_in:
             return
         others = {name: what for name, what in self._registered.items() if not isinstance(what, nn.Module)}
@@ -115,7 +113,7 @@ class ResumedEpoch:
         """Give all objects the states that were noted, if there are some."""
         if self._others is None:
             return
-        self._modes.set()
+        self.modes.set()
         with torch.no_grad():
             for tensor, before in self._tensors:
                 tensor.copy_(before)

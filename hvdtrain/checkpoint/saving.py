@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.objects import Objects
 from hvdtrain.checkpoint.own import (
     EXTRA,
+    IN_STEPS,
     Buffers,
     ExtraState,
     Modes,
@@ -28,7 +29,10 @@ from hvdtrain.checkpoint.own import (
     Own,
     Provider,
     Saved,
+    extra_states_in,
+    load_extra_state,
     require_same_on_all,
+    share_extra_state,
     unlike_integers,
     unlike_object,
 )
@@ -244,6 +248,7 @@ class Checkpoints:
     def end_steps(self, samples: int) -> None:
         """Let the rest of an epoch, of this number of samples, draw what it draws; look what a resumed one has gathered."""
         self.generators.end_steps()
+        self.resumed_epoch.modes.state(IN_STEPS)
         if (carried := self.objects.lacking.carried) is not None:
             carried.end_steps(samples)
 
@@ -325,7 +330,8 @@ class Checkpoints:
         if not self._read_back:  # with the code of a resume, and compared; later ones have the same form
             self._read_back = True
             checkpoint.require_readable(facts, tensors)
-            self.objects.require_as_saved(states, facts, tensors)
+            prepared = self.objects.prepared
+            contents.require_as_saved(states, facts, tensors, prepared.models, prepared.optimizers)
         self._writer.put(facts, tensors, heartbeat)
 
     def score(self, state: TrainState, epoch: int) -> Facts | None:
@@ -355,8 +361,12 @@ class Checkpoints:
                 for name, what in modules.items():
                     if (state := contents.registered_state(tensors, name)) is not None:  # else registered since
                         contents.load_registered(name, what, state)
+                extra, named = extra_states_in(tensors), self.objects.modules() | modules
+                for name in extra.keys() & named.keys():
+                    load_extra_state(named[name], extra[name])
         for model in (*models, *modules.values()):
             self.engine.broadcast_model(model)
+            share_extra_state(self.engine, model)
 
     def _written(self, path: Path, error: OSError | None) -> None:
         if self._writer is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, NamedTuple
 
@@ -138,13 +138,6 @@ class Engine(Collectives):
         reduction = Reduction(**fields)
         replica = self.distribute_model(model, reduction)
         return replica, self.distribute_optimizer(optimizer, list(model.named_parameters()), reduction)
-
-    @contextlib.contextmanager
-    def synchronized(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Wait until the gradients are reduced. Inside, they may be read and changed, and the optimizer stepped."""
-        self.synchronize(optimizer)
-        with self.stepping(optimizer):
-            yield
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -61,10 +61,17 @@ def name_of_type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def as_row(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as a row [n], of its own memory if they lie in it one after the other."""
+    whole = tensor.contiguous()
+    # Not reshape(-1): of a single value, that keeps any stride, with which torch views no bytes.
+    return whole.as_strided((whole.numel(),), (1,))
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the values of a tensor as uint8 [n], on the CPU."""
     # A lazy conjugate or negative has its values' memory without the sign: as bytes, it would be another tensor.
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return as_row(tensor.detach().cpu().resolve_conj().resolve_neg()).view(torch.uint8)
 
 
 def require_no_meta(tensor: Tensor) -> None:

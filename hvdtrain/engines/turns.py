@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.modules import COUNTER, flatten, statistics_of_layer
+from hvdtrain.engines.portable import as_row
 
 BufferPlace = tuple[nn.Module, str]  # a layer, and the name of a buffer in it
 Values = dict[BufferPlace, Tensor | None]  # never changed in place
@@ -105,7 +106,7 @@ class BuffersOfRanks:
             return
         buffers = [layer._buffers[name] for layer, name in places]
         # As bytes, buffers of all types travel in one message.
-        content = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers if buffer is not None])
+        content = torch.cat([as_row(buffer).view(torch.uint8) for buffer in buffers if buffer is not None])
         self._engine.broadcast_(content, "buffers")
         if 0 not in self.own:
             for place, part in zip(places, content.split([b.nbytes for b in buffers if b is not None]), strict=True):

@@ -54,7 +54,7 @@ class Packed:
 
     def _pickled(self, kind: Any) -> tuple[bytes, list[memoryview]]:
         """Return the pickle, and the memory that is not in it: that of arrays comes from numpy, as out-of-band data."""
-        file, parts, memories, shared = io.BytesIO(), list[memoryview](), dict[int, Memory](), set[int]()
+        file, parts, memories, shared = io.BytesIO(), list[memoryview](), dict[object, Memory](), set[int]()
 
         def is_in_band(buffer: pickle.PickleBuffer) -> bool:
             if (part := buffer.raw()).nbytes > IN_BAND:
@@ -106,10 +106,11 @@ def _storage_of(content: Any) -> torch.UntypedStorage:
     return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
 
-def _reduced(what: Any, memories: dict[int, Memory], shared: set[int]) -> Any:
+def _reduced(what: Any, memories: dict[object, Memory], shared: set[int]) -> Any:
     """Return what a worker makes `what` of again; NotImplemented for what is pickled as usual.
 
-    memories, shared: of this pickle so far, by address: the memory of tensors, and which of it torch sends.
+    memories, shared: of this pickle so far, by address: the memory of tensors, also by its size, as the beginning of an
+    array may be one, too; and which of it torch sends.
     """
     if type(what) is Tensor or type(what) is nn.Parameter:
         unusual = what.is_quantized or what.is_conj() or what.is_neg()
@@ -121,7 +122,7 @@ def _reduced(what: Any, memories: dict[int, Memory], shared: set[int]) -> Any:
             storage.share_memory_()
             shared.add(storage.data_ptr())
             return NotImplemented
-        memory = memories.setdefault(storage.data_ptr(), Memory(storage))
+        memory = memories.setdefault((storage.data_ptr(), storage.nbytes()), Memory(storage))
         layout = what.storage_offset(), tuple(what.shape), what.stride()
         needs_grad = what.requires_grad and what.is_leaf
         return _tensor_of, (memory, what.dtype, layout, needs_grad, type(what) is nn.Parameter)

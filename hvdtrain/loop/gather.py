@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
+from hvdtrain.engines.portable import as_row
 from hvdtrain.engines.tree import Sums, owners
 from hvdtrain.engines.virtual import VirtualRanks, not_with_turns
 from hvdtrain.inputs.inputs import Batch
@@ -243,6 +244,4 @@ class Summed(torch.autograd.Function):
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal, also where they are not numbers."""
     # Compared as bytes, because NaN is not equal to itself.
-    return one.shape == other.shape and torch.equal(
-        one.detach().contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return one.shape == other.shape and torch.equal(*(as_row(rows.detach()).view(torch.uint8) for rows in (one, other)))

@@ -217,8 +217,7 @@ class Run(RunTools):
         """
         self.require_head()
         self.prepared().require_same_parameters()
-        trained = {parameter for own in self.prepared().trained.values() for parameter in own}
-        self.later_parts.require_none(sys._getframe(1), trained)
+        self.later_parts.require_none(sys._getframe(1), self.prepared().trained, self.checkpoints.registered)
         self.stage = Stage.STEPS
         self.checkpoints.begin_steps(sys._getframe(1), self.state.samples_of_epoch)
         steps = self._steps(self.data.of_epoch(data, changes, restart, self._begin_reading), lambda: reference())

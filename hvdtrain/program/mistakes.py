@@ -85,9 +85,10 @@ class LaterParts:
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Any] | None = None  # those that were there when the first epoch began
 
-    def require_none(self, frame: FrameType, parameters: Collection[nn.Parameter]) -> None:
+    def require_none(self, frame: FrameType, trained: Mapping[Any, list[nn.Parameter]], named: dict[str, Any]) -> None:
         """Look into the variables of whoever takes the steps, and the attributes of what they hold. Raises UserError."""
-        held = list(variables_of(frame).values())
+        held = [*trained, *named.values(), *variables_of(frame).values()]
+        parameters = {parameter for own in trained.values() for parameter in own}
         for value in list(held):
             # Any: an object of another library may not be asked for its attributes.
             with contextlib.suppress(Exception):

@@ -82,7 +82,8 @@ def test_overflow_on_one_rank_skips_the_step_on_all(engine):
         x = float("inf") if step == 0 and engine.rank == engine.size - 1 else 0.25
         with engine.micro_batch([replica], [optimizer], 0, 1):
             scaler.scale(replica(torch.tensor([[x]])).sum()).backward()
-        with engine.synchronized(optimizer):
+        engine.synchronize(optimizer)
+        with engine.stepping(optimizer):
             scaler.step(optimizer)
         scaler.update()
         assert net.weight.item() == (1.0 if step == 0 else 0.75)

@@ -139,28 +139,41 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(
-    "parameter",
-    [
-        torch.randn(2**21 + 3),
-        torch.randn(2**21).to(torch.bfloat16),
-        torch.randn(512, 512, 3, 3).to(memory_format=torch.channels_last),
-        torch.randn(2, 2**20).t(),
-        torch.randn(2**20, 2).t(),
-        torch.randn(2**20 + 3, dtype=torch.complex64),
-        torch.tensor(3.5),
-        torch.randn(0),
-        torch.randn(4, 0).t(),
-    ],
-    ids=["float32", "bf16", "channels_last", "tall", "wide", "complex", "scalar", "empty", "empty columns"],
-)
-def test_replicas_are_compared_in_chunks_with_the_same_sums(parameter):
-    kind = torch.int16 if parameter.dtype == torch.bfloat16 else torch.int32
-    bits = parameter.contiguous().reshape(-1).view(kind)
+PARAMETERS = {
+    "float32": torch.randn(2**21 + 3),
+    "bf16": torch.randn(2**21).to(torch.bfloat16),
+    "channels_last": torch.randn(512, 512, 3, 3).to(memory_format=torch.channels_last),
+    "tall": torch.randn(2, 2**20).t(),
+    "wide": torch.randn(2**20, 2).t(),
+    "complex": torch.randn(2**20 + 3, dtype=torch.complex64),
+    "float64": torch.randn(2**19, 3, dtype=torch.float64).t(),
+    "complex128": torch.randn(2**18 + 3, dtype=torch.complex128),
+    "scalar": torch.tensor(3.5),
+    "one of a column": torch.randn(4, 3, dtype=torch.float64)[:1, 1],
+    "empty": torch.randn(0),
+    "empty columns": torch.randn(4, 0).t(),
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_replicas_are_compared_in_chunks_with_the_same_sums(kind):
+    parameter = PARAMETERS[kind]
+    word = torch.int16 if parameter.dtype == torch.bfloat16 else torch.int32
+    bits = parameter.clone(memory_format=torch.contiguous_format).reshape(-1).view(word)
     whole = (bits * torch.arange(1, len(bits) + 1)).sum()
     with Largest() as largest:
         assert own.tensor_checksum(parameter) == whole
     assert largest.bytes <= 2**22
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.int64, torch.int8, torch.complex64]
+)
+def test_each_sign_of_a_replica_counts(dtype):
+    """Of numbers of 8 bytes at even places, none did."""
+    values = torch.ones(6, dtype=dtype)
+    sums = [own.tensor_checksum(torch.where(torch.arange(6) == place, -values, values)) for place in range(7)]
+    assert len(set(map(int, [*sums, own.tensor_checksum(-values)]))) == 8
 
 
 def test_replicas_are_compared_on_a_gpu_by_few_kernels():

@@ -415,6 +415,8 @@ class Held(Dataset):
         self.mapped = np.memmap(path, dtype=np.int16, mode="r", shape=(50,))
         self.mapped_from_ten = self.mapped[10:]
         self.tensor = torch.from_numpy(generator.random((500, 500)))
+        numbers = generator.random(50)
+        self.first, self.all = torch.from_numpy(numbers[:9]), torch.from_numpy(numbers)  # at one address
         self.view = self.tensor[7:, ::3].t()
         self.same = self.view
         self.half = torch.arange(5).half()
@@ -437,6 +439,7 @@ class Held(Dataset):
         arrays = [self.columns, self.mapped, self.mapped_from_ten]
         tensors = [
             self.view, self.half, self.empty, self.scalar, self.shared, self.parameter, self.weight, self.product,
+            self.first, self.all,
         ]  # fmt: skip
         tensors += [self.sparse.to_dense(), self.complex.resolve_conj(), *self.model.parameters(), self.function(1)]
         kinds = [type(self.mapped).__name__, self.mapped.filename, self.same is self.view, self.weight.requires_grad,

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.single.training.small import (
     Trained,
     X,
     Y,
+    alone,
     flags_for,
     killed,
     network,
@@ -61,6 +63,41 @@ def evaluated(t, loss, stops):
             while not t.run.stopping.watch.stop_reason:
                 time.sleep(0.01)
         t.run.record(loss=loss(X[mine]))
+
+
+@pytest.mark.parametrize("head", [nothing, lambda t, epoch: t.net.train()])
+def test_an_epoch_in_which_the_steps_have_ended_goes_on_with_the_modes_of_its_last_one(head, tmp_path):
+    """The rest of it was trained in evaluation mode, which its tail had set."""
+    program = partial(Trained, head=head, tail=lambda t, epoch: t.net.eval())
+    program(out=tmp_path, steps=3)
+    assert torch.equal(program(out=tmp_path, steps=8).weights(), program(steps=8).weights())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_second_loop_begins_with_what_the_program_has_set_before_it(keeps, tmp_path):
+    """With checkpoints, it began with the modes of the last one, and what the first loop had begun to train was frozen."""
+
+    def pretrain(run, net):  # it does not see the optimizer
+        for epoch in run.epochs(2):
+            net[0].requires_grad_(epoch == 1)
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(net(x).square().mean())
+                step.update()
+
+    with alone(*(("--output-dir", str(tmp_path)) if keeps else ())) as run:
+        net = network()
+        net[0].requires_grad_(False)
+        net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        pretrain(run, net)
+        net[1].eval()
+        for _ in run.epochs(3):
+            assert ([one.training for one in net], net[0].weight.requires_grad) == ([True, False, True, True], True)
+            for step in run.steps(X):
+                for (x,) in step.batches():
+                    step.backward(net(x).square().mean())
+                step.update()
+            optimizer.param_groups[0]["lr"] /= 2
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")

@@ -29,7 +29,7 @@ from hvdtrain.loop import prepare
 from hvdtrain.output.metric_names import goodness
 from hvdtrain.output.recorded_runs import read_runs
 from tests.e2e.launchers import events, summary
-from tests.single.training.small import Killed, N, Trained, X, Y, flags_for, network, squares
+from tests.single.training.small import Killed, N, Trained, X, Y, fit, flags_for, network, squares
 
 
 def test_accumulation_is_the_large_batch():
@@ -67,7 +67,9 @@ def test_the_backward_pass_is_outside_of_autocast_as_torch_recommends(amp):
 
 
 def test_a_mean_over_tokens_is_that_of_all_micro_batches():
-    """Micro-batches of 6 and 2 tokens: their mean of means would weigh the second three times too much."""
+    """Micro-batches of 6 and 2 tokens: their mean of means would weigh the second three times too much. The program counts
+    them in one tensor."""
+    number = torch.tensor(0)
     tokens = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [5.0, 0.0, 0.0], [7.0, 0.0, 0.0]])
     lengths = torch.tensor([3, 3, 1, 1])
 
@@ -77,7 +79,8 @@ def test_a_mean_over_tokens_is_that_of_all_micro_batches():
 
     flags = ("--accumulate", "2", "--log-steps", "1", "--seed", "3")
     t = Trained(*flags, net=nn.Linear(1, 1, bias=False), before=lambda t: nn.init.zeros_(t.net.weight), lr=1.0, epochs=1,
-                batch_size=2, data=(tokens, lengths), loss=loss, count=lambda some, counts: counts.sum())  # fmt: skip
+                batch_size=2, data=(tokens, lengths), loss=loss,
+                count=lambda some, counts: number.copy_(counts.sum()))  # fmt: skip
     assert -t.net.weight.item() == pytest.approx((6 + 3 + 5 + 7) / 8)
     assert t.run.state.train["loss"] == pytest.approx(-(6 + 3 + 5 + 7) / 8)
 
@@ -284,6 +287,19 @@ def test_two_optimizers_of_one_loop_have_the_counts_of_their_own_losses():
     torch.testing.assert_close(*ends)
 
 
+@pytest.mark.parametrize("unused", [True, False])
+def test_an_optimizer_without_gradients_has_none_to_divide_by_the_count(unused):
+    """It ended in torch's traceback."""
+    used, other = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(unused)
+    before = other.weight.clone(), used.weight.clone()
+    with training.start(flags_for(epochs=1)) as run:
+        net, *_ = run.prepare(used, other, SGD(used.parameters(), 0.1), SGD(other.parameters(), 0.1),
+                              find_unused_parameters=unused)  # fmt: skip
+        fit(run, [X, Y], lambda step, x, y: F.mse_loss(net(x), y), count=3)
+    assert torch.equal(other.weight, before[0])
+    assert not torch.equal(used.weight, before[1])
+
+
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_a_schedule_made_of_the_rate_that_the_optimizer_has_goes_on(scheduled, tmp_path):
     """The program reads the rate after run.prepare, which had restored one that has decayed."""
@@ -404,10 +420,21 @@ def fit_and_stop(run, where):
             run.record(loss=(net(X[mine]) - Y[mine]).square())
 
 
+class Scaled(nn.Linear):
+    scale = 0
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
 def test_the_best_weights_are_loaded_after_training(tmp_path):
     values, weights = [3.0, 1.0, 2.0, 4.0], []
 
     def tail(t, epoch):
+        t.net[2].scale, t.scaled.scale = epoch, epoch * 10
         weights.append(t.net[0].weight.detach().clone())
         with t.run.evaluating(N):
             t.run.record(loss=torch.full((N,), values[epoch]))
@@ -419,8 +446,11 @@ def test_the_best_weights_are_loaded_after_training(tmp_path):
         assert (best.epoch, best.value) == (1, 1.0)
         assert torch.equal(t.net[0].weight, weights[1])
         assert not torch.equal(t.net[0].weight, weights[3])
+        assert (t.net[2].scale, t.scaled.scale) == (1, 10)
 
-    Trained("--keep", "1", out=tmp_path, epochs=4, metrics={"loss": "min"}, tail=tail, end=end)
+    Trained("--keep", "1", out=tmp_path, epochs=4, metrics={"loss": "min"}, tail=tail, end=end,
+            net=lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), Scaled(8, 1)),
+            registered=lambda t: dict(scaled=Scaled(1, 1)))  # fmt: skip
     assert len(weights) == 4
 
 
@@ -505,7 +535,8 @@ def test_a_module_whose_train_does_work_is_trained_on_after_an_evaluation():
 
 def test_each_value_of_an_evaluation_is_divided_by_its_own_count(run):
     with run.evaluating(N):
-        run.record(loss=30.0, count=10)
+        run.record(loss=30.0, count=(number := torch.tensor(10.0)))
+        number.fill_(4)  # which the program uses again
         run.record(hits=torch.ones(N))
         run.record(right=5.0, count=10)
     assert run.evaluation == {"loss": 3.0, "hits": 1.0, "right": 0.5, "count": 10}
