@@ -63,9 +63,8 @@ def name_of_type(dtype: torch.dtype) -> str:
 
 def as_row(tensor: Tensor) -> Tensor:
     """Return the values of a tensor as a row [n], of its own memory if they lie in it one after the other."""
-    whole = tensor.contiguous()
     # Not reshape(-1): of a single value, that keeps any stride, with which torch views no bytes.
-    return whole.as_strided((whole.numel(),), (1,))
+    return (whole := tensor.contiguous()).as_strided((whole.numel(),), (1,))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

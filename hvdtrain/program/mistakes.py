@@ -88,7 +88,6 @@ class LaterParts:
     def require_none(self, frame: FrameType, trained: Mapping[Any, list[nn.Parameter]], named: dict[str, Any]) -> None:
         """Look into the variables of whoever takes the steps, and the attributes of what they hold. Raises UserError."""
         held = [*trained, *named.values(), *variables_of(frame).values()]
-        parameters = {parameter for own in trained.values() for parameter in own}
         for value in list(held):
             # Any: an object of another library may not be asked for its attributes.
             with contextlib.suppress(Exception):
@@ -98,8 +97,8 @@ class LaterParts:
             self._known = weakref.WeakSet(parts)
         for one in parts:
             optimizer = one.optimizer if isinstance(one, lr_scheduler.LRScheduler) else one
-            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if one not in self._known and any(parameter in parameters for parameter in own):
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if one not in self._known and any(own & {*some} for some in trained.values()):
                 kind = type(one).__name__
                 if optimizer is one:
                     remedy = "give it to run.prepare(), before the loop, or set the rates of the first one"
