@@ -275,11 +275,20 @@ def best(directory: Path, label: str, warn: Callable[[str], None]) -> tuple[Fact
     if not directory.is_dir():
         raise UserError(f"{label}: a file: --best needs the directory of the run, which has several checkpoints")
     inner = directory / "checkpoints"
-    paths = checkpoints_in(inner if inner.is_dir() else directory)
-    for path in best_of({path: read_facts(path) for path in paths}):
+    facts = dict[Path, Facts]()
+    for path in checkpoints_in(inner if inner.is_dir() else directory):
+        try:
+            facts[path] = read_facts(path)
+        except OSError as error:
+            if not os.path.lexists(path):  # a run that trains has removed it: it may have a better one
+                return best(directory, label, warn)
+            warn(f"checkpoint {path} cannot be read ({error.strerror}): left out")
+    for path in best_of(facts):
         try:
             return read_checkpoint(path)
         except (Damaged, OSError) as error:
+            if not os.path.lexists(path):  # as above
+                return best(directory, label, warn)
             warn(f"checkpoint {path} cannot be read ({error}); trying the next best")
     remedy = "evaluate in every epoch, with run.evaluating and run.record, or export the newest without --best"
     raise UserError(f"{label}: no checkpoint of an epoch that was evaluated: {remedy}")

@@ -117,7 +117,7 @@ class Evaluation:
             seed_generators(mixed_seed(*self._seeds, self._engine.rank), self._engine.device)
             with contextlib.suppress(CutShort):
                 yield
-            self.end_turns()
+            self._begin_turn(None)  # a collective, if ranks take turns: all have the same buffers again
 
     def mine(self) -> Any:
         """Return this rank's part of the data: a slice, or an iterator over batches."""
@@ -154,10 +154,6 @@ class Evaluation:
         if self._engine.takes_turns:
             self._engine.take_turn(rank)
             seed_generators(mixed_seed(*self._seeds, "all" if rank is None else rank), self._engine.device)
-
-    def end_turns(self) -> None:
-        """Let all ranks have the same buffers and random numbers again. A collective, if ranks take turns."""
-        self._begin_turn(None)
 
     def _batches(self, of_first: Iterator[Batch]) -> Iterator[Any]:
         self._has_ended = False

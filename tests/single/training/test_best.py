@@ -12,6 +12,7 @@ from torch import nn
 from hvdtrain import export, training
 from hvdtrain.checkpoint import checkpoint
 from hvdtrain.checkpoint import writer as writers
+from hvdtrain.engines import lines
 from hvdtrain.engines.errors import Failure, UserError
 from tests.e2e.launchers import events, summary
 from tests.single.training.small import Killed, N, Trained, X, Y, flags_for
@@ -118,6 +119,26 @@ def test_the_best_epoch_is_kept_recorded_and_exported(tmp_path, capsys):
     _, tensors = checkpoint.read_checkpoint(tmp_path / "run" / "checkpoints" / best)
     assert torch.equal(exported["--best"]["weight"], tensors["model.weight"])
     assert not torch.equal(exported["--best"]["weight"], exported[""]["weight"])
+
+
+@pytest.mark.parametrize("name", ["read_facts", "read_checkpoint"])
+def test_the_best_of_a_run_that_trains_is_found_though_it_removes_checkpoints(name, tmp_path, capfd, monkeypatch):
+    """It was a traceback, or the second best. What cannot be read stays, and is told."""
+    program(tmp_path, patience=None, epochs=4)
+    best, later = (tmp_path / "checkpoints" / checkpoint.name_of(step) for step in (15, 99))
+    read = getattr(checkpoint, name)
+
+    def trains(path):
+        if path == best and not later.exists():
+            best.rename(later)
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, name, trains)
+    (tmp_path / "checkpoints" / checkpoint.name_of(7)).symlink_to("gone")
+    assert checkpoint.best(tmp_path, "", lines.warn)[0]["best"]["value"] == 0.9
+    assert {line.split()[2] for line in capfd.readouterr().err.splitlines()} == {
+        str(later.with_name(checkpoint.name_of(7)))
+    }
 
 
 def test_a_better_epoch_whose_checkpoint_is_gone_is_said(tmp_path, capfd):

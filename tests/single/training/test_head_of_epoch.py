@@ -65,6 +65,16 @@ def evaluated(t, loss, stops):
         t.run.record(loss=loss(X[mine]))
 
 
+def test_a_stop_in_an_evaluation_after_the_loop_keeps_the_random_numbers(tmp_path):
+    """What was drawn after the loop was drawn from those of the last epoch's head, when the run went on."""
+    drawn = []
+    for stops in (True, False):
+        end = partial(evaluated, loss=lambda x: x[:, 0], stops=stops)
+        t = Trained(out=tmp_path, epochs=1, end=lambda t, end=end: (drawn.append(torch.rand(1).item()), end(t)))
+        assert t.run.exit_code == 75 * stops
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("head", [nothing, lambda t, epoch: t.net.train()])
 def test_an_epoch_in_which_the_steps_have_ended_goes_on_with_the_modes_of_its_last_one(head, tmp_path):
     """The rest of it was trained in evaluation mode, which its tail had set."""
