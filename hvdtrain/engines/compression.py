@@ -114,7 +114,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def as_carried(tensor: Tensor, known: Collection[torch.dtype] = KNOWN) -> Tensor:
     """Return a contiguous tensor as it is, if its type is one of `known`, else a view of its bytes: uint8 [n]."""
-    return tensor if tensor.dtype in known else tensor.reshape(-1).view(torch.uint8)
+    return tensor if tensor.dtype in known else as_row(tensor).view(torch.uint8)
 
 
 @contextlib.contextmanager

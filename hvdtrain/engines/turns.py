@@ -5,38 +5,40 @@ Outside of turns, every process has the buffers of rank 0. A buffer that a progr
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.modules import COUNTER, flatten, statistics_of_layer
-from hvdtrain.engines.portable import as_row
+from hvdtrain.engines.modules import COUNTER, flatten, kind_of, statistics_of_layer
+from hvdtrain.engines.portable import as_row, flattened, unflattened
 
 BufferPlace = tuple[nn.Module, str]  # a layer, and the name of a buffer in it
 Values = dict[BufferPlace, Tensor | None]  # never changed in place
 ABSENT = object()  # a buffer that a layer makes later
 
 
-def put_buffer(place: BufferPlace, value: object) -> None:
+def put_buffer(place: BufferPlace, value: Any) -> None:
     """Give a buffer a value."""
     layer, name = place
+    now: Any = layer._buffers.get(name)
     if value is ABSENT:
         layer._buffers.pop(name, None)
-        return
-    now = layer._buffers.get(name)
-    if isinstance(value, Tensor) and now is not None and (now.shape, now.dtype) == (value.shape, value.dtype):
+    elif has_kind_of(now, value):
         now.copy_(value)
     else:
         layer._buffers[name] = value.clone() if isinstance(value, Tensor) else None
 
 
-def is_same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        # As bytes: NaN is equal to itself, and -0.0 not to 0.0.
-        return one is other or (alike and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other))))
-    return one is other
+def has_kind_of(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and kind_of(one) == kind_of(other)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    # As bytes: NaN is equal to itself, and -0.0 not to 0.0.
+    bits = (as_row(each).view(torch.uint8) for each in (one, other))
+    return one is other or (has_kind_of(one, other) and torch.equal(*bits))
 
 
 class BuffersOfRanks:
@@ -94,14 +96,19 @@ class BuffersOfRanks:
     def share_first(self) -> None:
         """Let every process have the buffers of rank 0. A collective."""
         own = self.own.get(0, {})
+        # As large as all processes have them. Others have grown, or were made later.
+        alike = {place for place in self._fixed if has_kind_of(own.get(place), self.common.get(place))}
         for place, value in own.items():
             self.common[place] = value
             put_buffer(place, value)
         if self._engine.processes.size == 1 or not self._fixed:
             return
-        changed = torch.tensor([place in own for place in self._fixed], dtype=torch.uint8)
+        changed = torch.tensor([*(place in alike for place in self._fixed), own.keys() > alike], dtype=torch.uint8)
         self._engine.broadcast_(changed, "buffers.changed")
-        places = [place for place, is_changed in zip(self._fixed, changed.tolist(), strict=True) if is_changed]
+        *flags, others = changed.tolist()
+        if others:
+            self._share_others([(place, value) for place, value in own.items() if place not in alike])
+        places = [place for place, is_changed in zip(self._fixed, flags, strict=True) if is_changed]
         if not places:
             return
         buffers = [layer._buffers[name] for layer, name in places]
@@ -113,6 +120,16 @@ class BuffersOfRanks:
                 now = place[0]._buffers[place[1]]
                 assert now is not None
                 self.common[place] = part.clone().view(now.dtype).view(now.shape)
+                put_buffer(place, self.common[place])
+
+    def _share_others(self, of_first: Sequence[tuple[BufferPlace, Tensor | None]]) -> None:
+        """Let every process have these of rank 0, whatever it has in their place. A collective."""
+        layers = list(self._layers)
+        packed, row = flattened([[layers.index(layer), name, value] for (layer, name), value in of_first])
+        for number, name, value in unflattened(*self._engine.broadcast_packed(packed, row, "buffers.others")):
+            if 0 not in self.own:
+                place = layers[number], name
+                self.common[place] = None if value is None else value.to(self._engine.device)
                 put_buffer(place, self.common[place])
 
     def noted(self) -> tuple[Values, dict[int, Values]]:

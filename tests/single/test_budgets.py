@@ -58,7 +58,8 @@ BUDGETS = {
     # And schedules by the length of a loader, plateaus of the wrong mode.
     # And versions of hvdtrain, variables of MKL, Horovod's source.
     # And what many tensors of one memory cost.
-    "hvdtrain/engines": 5015,  # with comments that say why
+    # And buffers of virtual ranks that grow.
+    "hvdtrain/engines": 5034,  # with comments that say why
     # And small gradients, which are looked at together.
     # And predictions that only rank 0 holds.
     "hvdtrain/features": 1290,  # with --virtual-ranks, comments that say why

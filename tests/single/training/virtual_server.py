@@ -90,6 +90,7 @@ def main() -> int:
             net = net.to(memory_format=torch.channels_last)
         net.register_buffer("place", torch.zeros((), dtype=torch.int64))  # in a queue, of which each rank has its own
         net.register_buffer("queue", torch.zeros(3))
+        net.register_buffer("seen", torch.zeros(0))
         unused = "unused" in case
         model, *optimizers = run.prepare(net, *optimizers_of(net, case), find_unused_parameters=unused)
         schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 3)
@@ -108,6 +109,10 @@ def main() -> int:
                     net.place += int(labels.sum())
                     net.queue[int(net.place) % 3] = images.mean()
                     losses = F.cross_entropy(output, labels, reduction="none")
+                    if "grows" in case:
+                        net.seen = torch.cat([net.seen, images.mean().view(1)])
+                        net[2].register_buffer("late", net.seen[-1:] * 2)
+                        losses = losses * (1 + net.seen.mean() + net[2].late)
                     if "several" in case:
                         losses = losses + 0.1 * model(batch["other"][0]).square().mean()
                     if "gather" in case:
