@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hvdtrain.engines.portable import as_row
+
 
 class GradientCompressor:
     """A compressor for `hvd.DistributedOptimizer`."""
