@@ -103,7 +103,7 @@ class Generators(Provider):
         if self._held is not None:
             began, self._go_on = self._held
             self._set(began)
-        self._held = None
+        self._held, self._seeds_anew = None, False  # a second loop goes on with its own
 
     def begin_epoch(self) -> None:
         """Note the states at the head of an epoch."""

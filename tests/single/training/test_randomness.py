@@ -142,6 +142,9 @@ def test_on_more_ranks_a_generator_that_all_had_alike_stays_so_and_others_get_ot
         generators.load(Saved(values, rank, 4, same=False))
         generators.begin(100)
         numbers[rank] = [generators.registered[name].random() for name in ("alike", "own")] + [torch.rand(()).item()]
+        states = [one.getstate() for one in generators.registered.values()]
+        generators.begin(200)  # of a second loop over epochs
+        assert all(one.getstate() == held for one, held in zip(generators.registered.values(), states, strict=True))
     assert (
         lines[-1]
         == "the checkpoint has own of 2 ranks, each another one: on the other ranks, they begin from new seeds"
