@@ -125,7 +125,7 @@ BUDGETS = {
     # With rows by the rank, rates of a rank alone.
     # And predictions in rounds.
     # And what is registered where a buffer was let go, an error that counts as false.
-    "tests/parallel": 3470,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
+    "tests/parallel": 3471,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
