@@ -192,6 +192,16 @@ class Loops:
         anew = self.is_own(kind) if at_head else self.is_set_anew(kind, attribute)
         return anew and not self._is_set_first(kind, attribute, self.all[-1:])
 
+    def is_kept_in_steps(self, owner: object, attribute: str) -> bool:
+        """Return whether an object of the program keeps this attribute for the next step. Layers have lines of their own."""
+        if isinstance(owner, nn.Module | Sampler | Dataset | type | FunctionType) or not self.is_own(type(owner)):
+            return False
+        read = [
+            name for name, one in self._functions(type(owner)) for code in codes_in([one]) if reads(code, attribute)
+        ]
+        setters = self._setters(type(owner), attribute)
+        return not self._is_set_first(type(owner), attribute, self.all[-1:], tuple({*read}.difference(setters)))
+
     def is_used_before_set(self, kind: type, attribute: str) -> bool:
         """Return whether a method of a registered object, or the loop, may read this attribute before it is set anew."""
         skipped = ("__init__", "state_dict", "load_state_dict")

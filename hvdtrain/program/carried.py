@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 
 from hvdtrain.checkpoint.randomness import is_generator
 from hvdtrain.program.anew import THE_GLOBAL, Loops, variable_of
+from hvdtrain.program.computed import computed_from, is_asked_again, is_overwritten
 from hvdtrain.program.marks import are_in, buffers_by_name, empty_in, held_by, named_layers, names_changed
 from hvdtrain.program.reached import RESULT, GeneratorMark, Reached, Reading, is_plain
 from hvdtrain.program.restarted import copies_of, differences_of, orders_of
-from hvdtrain.program.shown import is_asked_again, is_left, is_overwritten, names_in_losses
+from hvdtrain.program.shown import is_left
 from hvdtrain.program.source import syntax_of
 from hvdtrain.program.uses import OF_THE_PROGRAM, OF_VARIABLES, first_uses, named, variables_of
 
@@ -59,6 +60,7 @@ class Carried:
         self._layers_at_head = dict[str, object]()  # of a resumed epoch
         self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
+        self._told_of = set[tuple[int, str]]()  # identities of objects, with names of attributes
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
         self._looks = 0  # within epochs
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
@@ -92,10 +94,10 @@ class Carried:
             self._resumed, self._at_head = resumed, {}
             self._layers_at_head = self._layers_when_resumed() if resumed else {}
             self._layers = held_by(self._models) if self._layers is None else self._layers
-            self._at_steps = self._marks_of(variables_of(frame))
             if resumed:
-                self._at_head = {name: leaf.mark for name, leaf in self._at_steps.items()}
+                self._at_head = {name: leaf.mark for name, leaf in self._marks_of(variables_of(frame)).items()}
             self._first = self._first or {name: leaf.mark for name, leaf in self._marks().items()}
+            self._at_steps = self._marks_of(self._computed_with(frame))
         self.look()
 
     def end_steps(self, samples: int) -> None:
@@ -169,24 +171,45 @@ class Carried:
         layers = [one for prefix, one in named_layers(self._models) if prefix + attribute == name]
         return [type(one) for one in layers if hasattr(one, attribute)], attribute
 
+    def _computed_with(self, frame: FrameType) -> dict[str, Any]:
+        """Return the variables of whoever takes the steps, and of its module, from which losses are computed."""
+        tree, function = syntax_of(frame.f_code) or (None, None)
+        if tree is None or function is None:
+            return {}
+        names = {name: one for name, one in variables_of(frame).items() if name in computed_from(function)}
+        if function is not tree:
+            used = computed_from(tree).intersection(frame.f_code.co_names, frame.f_globals)
+            names |= {THE_GLOBAL + name: frame.f_globals[name] for name in used}
+        return names
+
     def _look_in_steps(self, *, numbers: bool) -> None:
         """Look at what the steps of an epoch leave for the next ones to compute with, such as a temperature, or a hidden
         state: an epoch that is resumed begins with the first one again. numbers: at these alone."""
         code, start = self.loops.all[-1]
-        syntax = syntax_of(code) if self._frame is not None else None
-        used = names_in_losses(syntax[1]) if syntax else frozenset[str]()
-        held = variables_of(self._of_steps()) if used else {}
-        held = {x: one for x, one in held.items() if x in used and isinstance(one, int | float if numbers else object)}
-        now, changed = self._marks_of(held), dict[str, Any]()
+        frame = self._of_steps() if self._frame is not None else None
+        tree, function = syntax_of(code) or (None, None)
+        if frame is None or tree is None or function is None:
+            return
+        held = self._computed_with(frame)
+        held = {name: one for name, one in held.items() if isinstance(one, int | float if numbers else object)}
+        now, changed, owners = self._marks_of(held), dict[str, Any](), dict[str, object]()
         for path, leaf in self._at_steps.items():
-            name = variable_of(path)
-            if name in held and leaf.owner is None and not isinstance(leaf.mark, GeneratorMark):
-                differs = repr(now[path].mark if path in now else None) != repr(leaf.mark)
-                changed |= {name: held[name]} if differs else {}
-        lost = [x for x in changed if "LOAD" in first_uses(code, start, x, of=OF_VARIABLES, emptied=True)]
-        lost = [x for x in lost if syntax and not (is_asked_again(syntax[1], x) or is_overwritten(syntax[1], x))]
-        known = self._known(code) if lost else []
-        self._warn([name for name in lost if not are_in(known, changed[name])], code)
+            variable, attribute = variable_of(path), path.rpartition(".")[2].partition("[")[0]
+            name = THE_GLOBAL * path.startswith(THE_GLOBAL) + variable
+            differs = name in held and repr(now[path].mark if path in now else None) != repr(leaf.mark)
+            if not differs or isinstance(leaf.mark, GeneratorMark):
+                continue
+            if leaf.owner is None:
+                used = "LOAD" in first_uses(code, start, variable, of=OF_VARIABLES, emptied=True)
+                if used and not (is_asked_again(function, variable) or is_overwritten(function, variable)):
+                    changed[name] = held[name]
+            elif f".{attribute}" in computed_from(tree) and self.loops.is_kept_in_steps(leaf.owner, attribute):
+                whole = path[: path.rindex(attribute) + len(attribute)]
+                changed[whole], owners[whole] = getattr(leaf.owner, attribute, None), leaf.owner
+        known = self._known(code) if changed else []
+        lost = [name for name, value in changed.items() if not are_in(known, value)]
+        self._warn(lost, code)
+        self._told_of |= {(id(owners[name]), name.rpartition(".")[2]) for name in lost if name in owners}
 
     def _known(self, code: CodeType) -> list[Any]:
         """Return what a resumed run knows: what this code may ask it, and the states of registered objects, but for models
@@ -226,6 +249,7 @@ class Carried:
         for name in [name for name in lost if self._is_filled(name, now[name])]:
             self._first[name] = now[name].mark
             lost.remove(name)
+        lost = [name for name in lost if (id(now[name].owner), name.rpartition(".")[2]) not in self._told_of]
         lost = [name for name in lost if self.loops.is_carried(name, now[name])]
         if not (lost or left):
             return

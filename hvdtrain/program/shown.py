@@ -1,6 +1,5 @@
 """Whether a value only decides what a program prints, such as a warning that comes once, or an estimate by the clock.
 And whether a program sets it by what a resumed run has, too: the number of the epoch, or each key of a dictionary anew.
-And which variables the losses are computed from.
 
 What is printed itself, such as the best value so far, would be another one in a resumed run.
 
@@ -12,23 +11,12 @@ import functools
 from collections.abc import Iterator, Set
 from types import CodeType
 
-from hvdtrain.program.source import (
-    all_statements,
-    assigned,
-    called,
-    functions_of,
-    name_read,
-    names_read,
-    names_stored,
-    syntax_of,
-    values_of,
-)
-from hvdtrain.program.uses import EMPTYING, OF_VARIABLES, first_uses
+from hvdtrain.program.source import assigned, called, functions_of, name_read, names_read, names_stored, syntax_of
+from hvdtrain.program.uses import OF_VARIABLES, first_uses
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
 CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
-CHANGING |= {"appendleft", "extend", "insert", "put"}
 CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
 CHANGED_BY_EPOCHS = frozenset({"best", "evaluation", "state", "progress", "loss"})  # in `run`, and in its steps
 ASKING = frozenset({"len", "range", "int", "callable", "isinstance"})
@@ -237,62 +225,3 @@ def statements_in(node: ast.AST) -> Iterator[ast.stmt]:
         yield one
         if isinstance(one, ast.For | ast.While | ast.With | ast.Try):
             yield from statements_in(one)
-
-
-# ---- the training is computed with it
-
-
-@functools.cache
-def names_in_losses(function: ast.AST) -> frozenset[str]:
-    """Return the variables of a function from which it computes what it differentiates, and the rates of optimizers, also in
-    branches that they decide."""
-    sources = list[tuple[frozenset[str], frozenset[str | None]]]()  # of a statement: what it sets, and what it reads
-    waiting = set[str | None]()
-    for node in all_statements(function):
-        waiting |= {name for one in ast.walk(node) if called(one) == "backward" for name in names_read(one)}
-        match node:
-            case ast.Assign([ast.Subscript(slice=ast.Constant("lr" | "momentum" | "weight_decay"))]):
-                waiting |= names_read(node.value)
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                roots = {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
-                sources.append((frozenset(roots), names_read(node)))
-            case ast.If() | ast.While():
-                sources.append((names_stored(node), names_read(node.test)))
-            case ast.For():
-                sources.append((names_stored(node.target), names_read(node.iter)))
-            case ast.Expr(ast.Call(ast.Attribute(value, method))) if method in CHANGING:
-                sources.append((frozenset(filter(None, names_read(value))), names_read(node)))
-    found = set[str]()
-    while new := {name for name in waiting if name} - found:
-        found |= new
-        waiting = {name for sets, reads in sources if sets & new for name in reads}
-    return frozenset(found)
-
-
-def is_asked_again(function: ast.AST, name: str) -> bool:
-    """Return whether a variable is set where `if NAME or ...` holds, and constant otherwise: a resumed run asks the rest."""
-    asking = [
-        one for one in all_statements(function)
-        if isinstance(one, ast.If) and isinstance(one.test, ast.BoolOp) and isinstance(one.test.op, ast.Or)
-        and name_read(one.test.values[0]) == name
-    ]  # fmt: skip
-    constant = all(isinstance(value, ast.Constant) for value in values_of(name, function))
-    return constant and any(name in names_stored(one) for one in asking)
-
-
-def is_overwritten(function: ast.AST, name: str) -> bool:
-    """Return whether the rows of a batch are set in an array that is as long as the longest: `NAME[:n].copy_(x)`."""
-    parts = [one.targets[0] for one in all_statements(function) if isinstance(one, ast.Assign)]
-    for node in all_statements(function):
-        match node:
-            case (
-                ast.Expr(ast.Call(ast.Attribute(part, method)))
-                | ast.Assign(value=ast.Call(ast.Attribute(part, method)))
-            ) if method in EMPTYING:
-                parts.append(part)
-    for one in parts:
-        match one:
-            case ast.Subscript(ast.Name(whole), ast.Slice(lower=None)) if whole == name:
-                return True
-    return False

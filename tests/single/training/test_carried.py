@@ -777,6 +777,12 @@ def test_a_number_that_the_steps_of_an_epoch_change_and_compute_with_is_said(cas
 
 
 TRAIN = """
+class Remembering:
+    def __init__(self):
+        self.h, self.total = torch.zeros(3), torch.zeros(())
+
+    def shifted(self, x):
+        return x + self.h
 def train(run, model, data, kept):
 HEAD
         for step in run.steps(*data):
@@ -793,6 +799,8 @@ BEFORE
     for epoch in run.epochs(TIMES):
         train(run, model, data, kept)
 """
+
+
 RECUR = "x = x + h\nout = torch.tanh(model(x))"
 MEMORIES = {  # before the loop, at the head of an epoch, for each micro-batch, after a step; what is said of it
     "a hidden state": ("", "h = torch.zeros(3)", RECUR + "\nh = out.mean().detach()", "", "h"),
@@ -805,6 +813,10 @@ MEMORIES = {  # before the loop, at the head of an epoch, for each micro-batch, 
     "a counter": ("", "n = 0", "x = x * min(1, n / 3)", "n += 1", "n"),
     "a rate": ("", "rate = 1.0\n(o,) = run.prepared().optimizers", "", "rate /= 2\no.param_groups[0]['lr'] = rate", "rate"),
     "the run's own": ("", "n = run.state.step", "x = x * min(1, n / 3)", "n += 1", ""),
+    "of an object": ("", "of = Remembering()", "x = of.shifted(x)", "of.h = model(x).mean().detach()", "of.h"),
+    "of one that is set first": ("", "of = Remembering()", "of.h = x.mean()\nx = of.shifted(x)", "", ""),
+    "of the module": ("global H", "global H\nH = 0.5", "x = x * H", "H = H / 2", "the global H"),
+    "a sum of an object": ("", "of = Remembering()", "of.total += x.mean()\nprint(of.total)", "", ""),
     "a sum": ("", "total = torch.zeros(())", "total += x.mean()", "print(total)", ""),
     "losses": ("", "losses = []", "", "losses.append(step.loss)\nprint(losses[-1])", ""),
     "asked again": ("", "on = False", "if on or x.sum() < 99:\n    on, x = True, x * 2", "", ""),

@@ -1,0 +1,100 @@
+"""What a program computes its losses from, and what of that each step sets anew. By its source: see source.py.
+
+Of an attribute, the name begins with a dot: whose it is, the source does not say.
+"""
+
+import ast
+import functools
+from collections.abc import Iterator
+
+from hvdtrain.program.source import all_statements, called, name_read, names_stored, values_of
+from hvdtrain.program.uses import EMPTYING
+
+CHANGING = frozenset(
+    {"add", "append", "appendleft", "extend", "insert", "pop", "put", "setdefault", "update"}
+)  # of collections
+
+
+def names_in(part: ast.AST) -> frozenset[str]:
+    """Return the variables and attributes in a part of a file."""
+    of_attributes = {f".{one.attr}" for one in ast.walk(part) if isinstance(one, ast.Attribute)}
+    return frozenset(of_attributes | {one.id for one in ast.walk(part) if isinstance(one, ast.Name)})
+
+
+def set_by(target: ast.AST) -> Iterator[str]:
+    """Yield the variables and attributes that are set, also in a part, where a target is assigned to."""
+    match target:
+        case ast.Name(name):
+            yield name
+        case ast.Attribute(_, attribute):
+            yield f".{attribute}"
+        case ast.Subscript(whole) | ast.Starred(whole):
+            yield from set_by(whole)
+        case ast.Tuple(parts) | ast.List(parts):
+            yield from (name for part in parts for name in set_by(part))
+
+
+def effect_of(node: ast.AST) -> tuple[frozenset[str], frozenset[str]]:
+    """Return what a statement sets, and what that is computed from."""
+    match node:
+        case ast.Assign(targets, value):
+            return frozenset(name for target in targets for name in set_by(target)), names_in(value)
+        case ast.AugAssign(target) | ast.AnnAssign(target):
+            return frozenset(set_by(target)), names_in(node)
+        case ast.For(target, values):
+            return frozenset(set_by(target)), names_in(values)
+        case ast.Expr(ast.Call(ast.Attribute(whole, method))) if method in CHANGING:
+            return frozenset(set_by(whole)), names_in(node)
+        case ast.If(test) | ast.While(test):
+            inner = [effect_of(one)[0] for one in all_statements(node) if one is not node]
+            return frozenset[str]().union(*inner), names_in(test)
+        case ast.FunctionDef(name):
+            returned = [names_in(one) for one in all_statements(node) if isinstance(one, ast.Return)]
+            return frozenset({name, f".{name}"}), frozenset[str]().union(*returned)
+    return frozenset(), frozenset()
+
+
+@functools.cache
+def computed_from(part: ast.AST) -> frozenset[str]:
+    """Return the variables and attributes from which a part of a file computes what it differentiates, and the rates of
+    optimizers, also in branches that they decide."""
+    calls = [one for one in ast.walk(part) if isinstance(one, ast.Call) and called(one) == "backward"]
+    waiting = {name for call in calls for argument in call.args for name in names_in(argument)}
+    for node in all_statements(part):
+        match node:
+            case ast.Assign([ast.Subscript(slice=ast.Constant("lr" | "momentum" | "weight_decay"))], value):
+                waiting |= names_in(value)
+            case ast.FunctionDef("__call__" | "forward"):  # of an object of any name
+                waiting |= effect_of(node)[1]
+    effects, found = [effect_of(node) for node in all_statements(part) if node is not part], set[str]()
+    while new := waiting - found:
+        found |= new
+        waiting = {name for sets, reads in effects if sets & new for name in reads}
+    return frozenset(found)
+
+
+def is_asked_again(function: ast.AST, name: str) -> bool:
+    """Return whether a variable is set where `if NAME or ...` holds, and constant otherwise: a resumed run asks the rest."""
+    asking = [
+        one for one in all_statements(function)
+        if isinstance(one, ast.If) and isinstance(one.test, ast.BoolOp) and isinstance(one.test.op, ast.Or)
+        and name_read(one.test.values[0]) == name
+    ]  # fmt: skip
+    constant = all(isinstance(value, ast.Constant) for value in values_of(name, function))
+    return constant and any(name in names_stored(one) for one in asking)
+
+
+def is_overwritten(function: ast.AST, name: str) -> bool:
+    """Return whether the rows of a batch are set in an array that is as long as the longest: `NAME[:n].copy_(x)`."""
+    for node in all_statements(function):
+        match node:
+            case ast.Assign([ast.Subscript(ast.Name(whole), ast.Slice(lower=None))]) if whole == name:
+                return True
+            case (
+                ast.Expr(ast.Call(ast.Attribute(ast.Subscript(ast.Name(whole), ast.Slice(lower=None)), method)))
+                | ast.Assign(
+                    value=ast.Call(ast.Attribute(ast.Subscript(ast.Name(whole), ast.Slice(lower=None)), method))
+                )
+            ) if whole == name and method in EMPTYING:
+                return True
+    return False
