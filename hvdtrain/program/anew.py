@@ -20,6 +20,7 @@ from hvdtrain.program.uses import (
     OF_ALL_NAMES,
     OF_ATTRIBUTES,
     OF_VARIABLES,
+    attributes_set,
     codes_of,
     first_uses,
     is_closed_over,
@@ -28,7 +29,6 @@ from hvdtrain.program.uses import (
     only_sets,
     reads,
     stores,
-    uses_between,
     words_from,
 )
 
@@ -130,11 +130,6 @@ class Loops:
             return True
         return self.is_loaded(variable, emptied=owner is None or not self.is_own(type(owner)))
 
-    def is_of_steps(self, name: str) -> bool:
-        """Return whether a variable is of the function that has both loops, and what follows the steps does not use it."""
-        variable, ((epochs, first), (steps, start)) = re.split(r"[.\[]", name)[0], self.all
-        return epochs is steps and variable in epochs.co_varnames and not uses_between(epochs, first, start, variable)
-
     def is_loaded(self, variable: str, *, emptied: bool = False) -> bool:
         """Return whether the loop over the epochs may use a variable before it sets it."""
         return "LOAD" in first_uses(self.code, self.offset, variable, of=OF_VARIABLES, emptied=emptied)
@@ -194,13 +189,16 @@ class Loops:
 
     def is_kept_in_steps(self, owner: object, attribute: str) -> bool:
         """Return whether an object of the program keeps this attribute for the next step. Layers have lines of their own."""
-        if isinstance(owner, nn.Module | Sampler | Dataset | type | FunctionType) or not self.is_own(type(owner)):
+        if isinstance(owner, nn.Module | Sampler | Dataset | type | FunctionType):
             return False
         read = [
             name for name, one in self._functions(type(owner)) for code in codes_in([one]) if reads(code, attribute)
         ]
         setters = self._setters(type(owner), attribute)
-        return not self._is_set_first(type(owner), attribute, self.all[-1:], tuple({*read}.difference(setters)))
+        anew = self._is_set_first(type(owner), attribute, self.all[-1:], tuple({*read}.difference(setters)))
+        return not anew and (
+            attribute in attributes_set(self.all[-1][0]) or self._is_kept(owner, type(owner), attribute)
+        )
 
     def is_used_before_set(self, kind: type, attribute: str) -> bool:
         """Return whether a method of a registered object, or the loop, may read this attribute before it is set anew."""

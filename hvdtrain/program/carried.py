@@ -129,10 +129,7 @@ class Carried:
             self._looks += in_steps
             self._look(numbers=in_steps)
             if in_steps:
-                seldom = not self._looks & (self._looks - 1)
-                self._look_in_steps(numbers=not seldom)
-                if seldom:
-                    self._look(of_steps=True)
+                self._look_in_steps(numbers=bool(self._looks & (self._looks - 1)))
         with OF_THE_PROGRAM:
             if in_steps:
                 self._look_at_layers()
@@ -230,12 +227,9 @@ class Carried:
         times = [(began, clock()) for began, clock in zip(self._clocks, CLOCKS, strict=True)]
         return isinstance(mark, float) and any(low <= mark <= high for low, high in times)
 
-    def _look(self, *, numbers: bool = False, of_steps: bool = False) -> None:
+    def _look(self, *, numbers: bool = False) -> None:
         now = self._marks(numbers=numbers) if self._frame is not None else {}
         results = self._results or ()
-        if of_steps:
-            now = {name: leaf for name, leaf in now.items() if self.loops.is_of_steps(name)}
-            results = {name for name, leaf in now.items() if RESULT in repr(leaf.mark)}
         for name, leaf in now.items() if self._first else ():  # a function has an attribute from its first call on
             if isinstance(leaf.owner, FunctionType):
                 self._first.setdefault(name, leaf.mark)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from hvdtrain.program.source import all_statements, called, name_read, names_stored, values_of
 from hvdtrain.program.uses import EMPTYING
 
-CHANGING = frozenset(
+FILLING = frozenset(
     {"add", "append", "appendleft", "extend", "insert", "pop", "put", "setdefault", "update"}
 )  # of collections
 
 
-def names_in(part: ast.AST) -> frozenset[str]:
+def names_within(part: ast.AST) -> frozenset[str]:
     """Return the variables and attributes in a part of a file."""
     of_attributes = {f".{one.attr}" for one in ast.walk(part) if isinstance(one, ast.Attribute)}
     return frozenset(of_attributes | {one.id for one in ast.walk(part) if isinstance(one, ast.Name)})
@@ -38,18 +38,18 @@ def effect_of(node: ast.AST) -> tuple[frozenset[str], frozenset[str]]:
     """Return what a statement sets, and what that is computed from."""
     match node:
         case ast.Assign(targets, value):
-            return frozenset(name for target in targets for name in set_by(target)), names_in(value)
+            return frozenset(name for target in targets for name in set_by(target)), names_within(value)
         case ast.AugAssign(target) | ast.AnnAssign(target):
-            return frozenset(set_by(target)), names_in(node)
+            return frozenset(set_by(target)), names_within(node)
         case ast.For(target, values):
-            return frozenset(set_by(target)), names_in(values)
-        case ast.Expr(ast.Call(ast.Attribute(whole, method))) if method in CHANGING:
-            return frozenset(set_by(whole)), names_in(node)
+            return frozenset(set_by(target)), names_within(values)
+        case ast.Expr(ast.Call(ast.Attribute(whole, method))) if method in FILLING:
+            return frozenset(set_by(whole)), names_within(node)
         case ast.If(test) | ast.While(test):
-            inner = [effect_of(one)[0] for one in all_statements(node) if one is not node]
-            return frozenset[str]().union(*inner), names_in(test)
+            inner = [effect_of(one)[0] for one in all_statements(node) if not isinstance(one, ast.If | ast.While)]
+            return frozenset[str]().union(*inner), names_within(test)
         case ast.FunctionDef(name):
-            returned = [names_in(one) for one in all_statements(node) if isinstance(one, ast.Return)]
+            returned = [names_within(one) for one in all_statements(node) if isinstance(one, ast.Return)]
             return frozenset({name, f".{name}"}), frozenset[str]().union(*returned)
     return frozenset(), frozenset()
 
@@ -59,11 +59,11 @@ def computed_from(part: ast.AST) -> frozenset[str]:
     """Return the variables and attributes from which a part of a file computes what it differentiates, and the rates of
     optimizers, also in branches that they decide."""
     calls = [one for one in ast.walk(part) if isinstance(one, ast.Call) and called(one) == "backward"]
-    waiting = {name for call in calls for argument in call.args for name in names_in(argument)}
+    waiting = {name for call in calls for argument in call.args for name in names_within(argument)}
     for node in all_statements(part):
         match node:
             case ast.Assign([ast.Subscript(slice=ast.Constant("lr" | "momentum" | "weight_decay"))], value):
-                waiting |= names_in(value)
+                waiting |= names_within(value)
             case ast.FunctionDef("__call__" | "forward"):  # of an object of any name
                 waiting |= effect_of(node)[1]
     effects, found = [effect_of(node) for node in all_statements(part) if node is not part], set[str]()

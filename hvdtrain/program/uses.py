@@ -112,15 +112,6 @@ def first_uses(
 
 
 @functools.cache
-def uses_between(code: CodeType, start: int, within: int, name: str) -> bool:
-    """Return whether the loop from `start` on uses a variable after the one in it, from `within` on."""
-    lines = instructions_of(code)
-    loops = [one for one in lines if one.opname == "FOR_ITER"]
-    outer, inner = (next(one.argval for one in loops if one.offset >= at) for at in (start, within))
-    return any(uses_of(one, name, OF_VARIABLES) for one in lines if inner <= one.offset < outer)
-
-
-@functools.cache
 def is_closed_over(code: CodeType, start: int, name: str) -> bool:
     """Return whether a function that was made before the loop from this offset on has a variable of this code."""
     made = [one for one in instructions_of(code) if one.opname in ("LOAD_CLOSURE", "LOAD_FAST") and one.argval == name]

@@ -106,7 +106,7 @@ BUDGETS = {
     # And variables of a step before a resume.
     # And what is beside saved tensors.
     # And what losses are computed from, in a function for an epoch.
-    "hvdtrain/program": 2870,  # with comments that say why
+    "hvdtrain/program": 2916,  # with comments that say why
     "hvdtrain/training": 20,
     "launch": 4815,  # with --virtual-ranks, a horovodrun that is not there
     "tests/*": 607,  # with what writes a checkpoint of several ranks, the names that the oldest PyTorch has
@@ -157,7 +157,7 @@ BUDGETS = {
     # And buffers of NaN of virtual ranks, a signal to a rank that has only been forked, two hosts of one name.
     # And signs of checksums, modes of a second loop and after a limit of steps, the best epoch's states, counts in a tensor.
     # And a stop in an evaluation after the loop, the best checkpoint of a run that trains.
-    "tests/single": 27308,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27320,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -2,6 +2,7 @@
 What it sets anew, or what a resumed run knows, is left alone."""
 
 import argparse
+import ast
 import copy
 import enum
 import functools
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torchmetrics import MeanMetric
 
 from hvdtrain import training
+from hvdtrain.program.computed import computed_from
 from tests.single.training import carrying
 from tests.single.training.small import Stateful, X, Y, flags_for
 
@@ -549,7 +551,6 @@ TABLES = [
     "HOLDING",
     "LOSSES",
     "THREADS",
-    "STEPS_ALONE",
     "MEMORIES",
     "RECUR",
     "TRAIN",
@@ -720,30 +721,19 @@ def cycle(loader):
         yield from loader
 
 
-STEPS_ALONE = {  # of a run of one epoch: before it, after a step, at its end; what is said of it
-    "read ahead": ("ahead = X[:4] + 1", "print(ahead.sum())\nahead = X[step.number :] * 2", "", "ahead"),
-    "a cycle": ("rows = cycle(DataLoader(TensorDataset(X), 4))", "next(rows)", "", "rows"),
-    "an attribute": ("held = Outer(rows=cycle(DataLoader(TensorDataset(X), 4)))", "next(held.rows)", "", "held.rows"),
-    "in place": (
-        "order = torch.arange(9)",
-        "order = order[torch.randperm(9)] if step.number % 2 else order",
-        "",
-        "order",
-    ),
-    "for the end": ("parts = []", "parts.append(value)", "print(parts)", ""),
-    "emptied": ("total = torch.zeros(1)", "total += value", "total.zero_()", ""),
-    "set anew": ("last = torch.zeros(1)", "last = X[: step.number]", "", ""),
-    "counted in a list": ("parts = [0]", "parts[0] += 1", "", "parts"),
-}
+def test_long_chains_of_branches_are_read_once():
+    """Each branch is within the one before."""
+    chain = "".join(f"elif a == {number}:\n    b = c\n" for number in range(99))
+    assert computed_from(ast.parse(f"if a:\n    b = d\n{chain}step.backward(b)")) == {"a", "b", "c", "d"}
 
 
-@pytest.mark.parametrize("case", STEPS_ALONE)
-def test_what_steps_carry_on_is_said_within_their_epoch(case, tmp_path, capsys):
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_steps_carry_on_in_main_is_said_within_their_epoch(epochs, tmp_path, capsys):
     """It was said between epochs alone, and a run that counts its steps may have one: another batch after a restart."""
-    before, each, tail, told = STEPS_ALONE[case]
-    trained(tmp_path, nn.Linear(3, 1), before, "", each, tail, every=2, epochs=1)
+    how = dict(batch="x = x + h", each="h = h + 1", file=tmp_path / "program.py", every=2, epochs=epochs)
+    trained(tmp_path, nn.Linear(3, 1), "h = torch.zeros(3)", **how)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert [line.partition(" of main() is carried on")[0] for line in lines] == [f"warning: {told}"] * bool(told)
+    assert [line.partition(" of main() is carried on")[0] for line in lines] == ["warning: h"]
 
 
 def test_each_part_of_an_object_is_said_when_it_changes(tmp_path, capsys):
@@ -783,6 +773,9 @@ class Remembering:
 
     def shifted(self, x):
         return x + self.h
+
+    def note(self, _, __, output):
+        self.h = output.detach().mean()
 def train(run, model, data, kept):
 HEAD
         for step in run.steps(*data):
@@ -815,6 +808,11 @@ MEMORIES = {  # before the loop, at the head of an epoch, for each micro-batch, 
     "the run's own": ("", "n = run.state.step", "x = x * min(1, n / 3)", "n += 1", ""),
     "of an object": ("", "of = Remembering()", "x = of.shifted(x)", "of.h = model(x).mean().detach()", "of.h"),
     "of one that is set first": ("", "of = Remembering()", "of.h = x.mean()\nx = of.shifted(x)", "", ""),
+    "held": ("", "of = Outer(more=cycle(DataLoader(TensorDataset(X), 4)))", "x = x + next(of.more)[0][0]", "", "of.more"),
+    "of hooks": ("", "of = Remembering()\nmodel.register_forward_hook(of.note)", "model(x)\nx = x + of.h", "", ""),
+    "an order": ("", "order = torch.arange(3)", "x = x[:, order]", "order = order[[1, 2, 0]]", "order"),
+    "counted in a list": ("", "parts = [1]", "x = x / parts[0]", "parts[0] += 1", "parts"),
+    "read ahead": ("", "ahead = X[:1]", "x = x + ahead", "ahead = X[step.number : step.number + 1]", "ahead"),
     "of the module": ("global H", "global H\nH = 0.5", "x = x * H", "H = H / 2", "the global H"),
     "a sum of an object": ("", "of = Remembering()", "of.total += x.mean()\nprint(of.total)", "", ""),
     "a sum": ("", "total = torch.zeros(())", "total += x.mean()", "print(total)", ""),
