@@ -328,6 +328,7 @@ def load_models(tensors: Mapping[str, Tensor], models: Sequence[nn.Module]) -> N
 
 def load_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a state_dict into `model`. Raises UserError if names, shapes or types do not match."""
+    state = {uncompiled_name(name): tensor for name, tensor in state.items()}  # a file from before they were saved so
     try:
         require_match(state, tensors_of(model), types=True)
     except ValueError as error:
