@@ -65,6 +65,7 @@ class Input(ABC):
     shares_position = False  # it is rank 0's for all
     seed: int | None = None  # of the generators while `load` is called; None: something may have drawn from them since
     _plan: Plan
+    _state: TrainState
 
     @abstractmethod
     def load(self, planned: PlannedBatch) -> Batch:
@@ -97,7 +98,7 @@ class Input(ABC):
 
     def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
         """Plan the remaining samples. Return the number of steps per epoch; 0: not known."""
-        self._plan = self.plan(engine, flags, initial, state, epochs)
+        self._state, self._plan = state, self.plan(engine, flags, initial, state, epochs)
         return self._plan.steps_per_epoch()
 
     def require_unchanged(self, epoch: int) -> None:  # noqa: B027 - some inputs cannot change
@@ -110,6 +111,8 @@ class Input(ABC):
     def steps(self, epoch: int) -> Iterator[PlannedStep]:
         """Begin to read `epoch`, and return this rank's remaining steps of it. A collective."""
         self.require_unchanged(epoch)
+        # Not only in a resumed run: a second loop over epochs goes on where a limit of steps ended the first.
+        self._plan = self._plan.of_epoch(epoch, self._state.samples_of_epoch)
         planned, ahead = itertools.tee(self._plan.epoch(epoch))
         self.read((epoch, batch) for step in ahead for batch in step.batches)
         return planned

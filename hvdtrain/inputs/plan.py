@@ -59,9 +59,8 @@ class Plan:
         rest = order[self.taken :] if epoch == self.first_epoch else order
         return steps(rest, rank, self.size, self.batch_size, self.accumulate, self.global_batch)
 
-    def of_epoch(self, epoch: int) -> "Plan":
-        """Return the plan of the remaining steps of `epoch` alone."""
-        taken = self.taken if epoch == self.first_epoch else 0
+    def of_epoch(self, epoch: int, taken: int) -> "Plan":
+        """Return the plan of the steps of `epoch` alone that remain after this number of samples."""
         return dataclasses.replace(self, first_epoch=epoch, epochs=epoch + 1, taken=taken)
 
     def steps_per_epoch(self) -> int:

@@ -76,7 +76,6 @@ class Several(Input):
         self.samples, self.per_epoch = self._first.samples, self._first.per_epoch
         self.split = self._first.split
         self._planned: dict[str, Iterator[tuple[int, PlannedBatch]]] = {}
-        self._state = TrainState()
 
     def order(self, seed: int, epoch: int) -> Tensor:
         return self._first.order(seed, epoch)
@@ -86,19 +85,14 @@ class Several(Input):
         self.per_epoch = plan.per_epoch  # with drop_last=True, not all samples
         return plan
 
-    def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
-        self._state = state
-        return super().begin(engine, flags, initial, state, epochs)
-
     def require_unchanged(self, epoch: int) -> None:
         for source, _ in self._parts.values():
             source.require_unchanged(epoch)
 
     def read(self, jobs: Iterable[tuple[int, PlannedBatch]]) -> None:
-        plan = self._plan.of_epoch(self._state.epoch)
-        self._first.read(plan)
+        self._first.read(jobs)
         for name, part in self._others:
-            given = plan, part, self._position(part), mixed_seed(plan.seed, name) >> 1
+            given = self._plan, part, self._position(part), mixed_seed(self._plan.seed, name) >> 1
             part[0].read(of_other(*given))
             self._planned[name] = of_other(*given)
 

@@ -85,8 +85,7 @@ class WorkerPart(Travels, IterableDataset[Item]):
         try:
             return json.dumps(self.position())
         except UserError as error:
-            # As a position: an exception of a worker comes with its traceback.
-            return json.dumps({"error": str(error)})
+            return json.dumps({"error": str(error)})  # an exception of a worker would come with its traceback
 
     def __iter__(self) -> Iterator[Item]:
         info = get_worker_info()
@@ -294,9 +293,6 @@ class Stream(Input):
         self._name = type(getattr(given, "dataset", given)).__name__
         self._copies = Copies(engine.device)
         self._workers = getattr(given, "num_workers", 0)
-        self._state = TrainState()
-        self._per_step = 0  # batches, over all ranks
-        self._keeps = False  # whether positions are saved
         # By rank, of those of this process. held: a position in the epoch to resume, or where the next one begins.
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, Position | None] = {}
@@ -312,8 +308,8 @@ class Stream(Input):
         self._announced = False
 
     def begin(self, engine: Engine, flags: Namespace, initial: Initial, state: TrainState, epochs: int) -> int:
-        self._state, self._per_step = state, initial.ranks * initial.accumulate
-        self._keeps = flags.output_dir is not None
+        self._state, self._per_step = state, initial.ranks * initial.accumulate  # batches, over all ranks
+        self._keeps = flags.output_dir is not None  # whether positions are saved
         return 0
 
     # ---- the position
@@ -390,19 +386,13 @@ class Stream(Input):
         """Yield this process's part of each remaining step of `epoch`. A collective for each."""
         if self._finished and self._state.samples_of_epoch:  # resumed where it had ended
             return
-        engine, own, size = self._engine, self._engine.own, self._engine.size
-        self._finished, self._first = False, {}
-        if self._readers and self._carries:
-            self._held = {rank: at_beginning(reader.position()) for rank, reader in self._readers.items()}
-        self._ahead, held = {}, self._held
-        begun = {rank: one.get("parts", [one]) for rank, one in held.items() if one}
-        over = {rank: one for rank, one in held.items() if one and all(part["ended"] for part in begun[rank])}
-        self._held = {rank: at_beginning(one) for rank, one in over.items() if self._lasts}  # for the next epoch
-        self._midway = {rank for rank, parts in begun.items() if any(part["drawn"] for part in parts)}
-        self._readers = {rank: self._open(epoch, rank, held.get(rank)) for rank in own}
-        self._seen = {}
+        # Else a second loop over epochs goes on within this one, in which a limit of steps ended the first.
+        if not (self._readers and self._state.samples_of_epoch):
+            self._begin_epoch(epoch)
+        self._seen, engine, own, size = {}, self._engine, self._engine.own, self._engine.size
         for number in itertools.count():
             engine.activity.begin_step(self._state.step)
+            self._drawn.clear()
             # Batches go round the ranks, also where these are not as many as at the beginning: streams are read alike.
             begins = [(one - self._state.step * self._per_step) % size for one in range(size)]
             takes = [[begin + at < self._per_step for at in range(0, self._per_step, size)] for begin in begins]
@@ -429,8 +419,18 @@ class Stream(Input):
                     planned.append(PlannedBatch(NO_INDICES, count * size / total, count, together, before))
                     self._drawn.append(one[0] if (one := drawn[rank][at]) else self._filler(epoch, rank))
             yield PlannedStep(planned, total)
-            self._drawn.clear()
         self._finished = True
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._finished, self._first = False, {}
+        if self._readers and self._carries:
+            self._held = {rank: at_beginning(reader.position()) for rank, reader in self._readers.items()}
+        self._ahead, held = {}, {rank: one for rank, one in self._held.items() if one}
+        parts = {rank: one.get("parts", [one]) for rank, one in held.items()}
+        over = [rank for rank, of_rank in parts.items() if all(part["ended"] for part in of_rank)]
+        self._held = {rank: at_beginning(held[rank]) for rank in over if self._lasts}  # for the next epoch
+        self._midway = {rank for rank, of_rank in parts.items() if any(part["drawn"] for part in of_rank)}
+        self._readers = {rank: self._open(epoch, rank, held.get(rank)) for rank in self._engine.own}
 
     def _open(self, epoch: int, rank: int, held: Position | None, given: Any = None) -> Reader:
         with self._engine.numbered(rank):

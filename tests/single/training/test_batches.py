@@ -14,6 +14,7 @@ from hvdtrain.inputs.inputs import Indices
 from hvdtrain.inputs.plan import Plan
 from hvdtrain.inputs.several import of_other
 from tests.single.training import small
+from tests.single.training.test_streams import Numbers, Stateful
 
 N = 22
 X = torch.arange(N).float().unsqueeze(1)
@@ -184,3 +185,35 @@ def test_over_any_number_of_ranks_a_step_takes_the_same_samples_of_both():
         taken[size] = Counter(of_ranks)
     assert taken[1] == taken[2] == taken[3] == taken[4]
     assert sum(taken[1].values()) == 2 * 3 * N
+
+
+SOURCES = {
+    "a sampler": lambda: DataLoader(Table(), 4, sampler=WeightedRandomSampler([1.0] * N, N)),
+    "a stream": lambda: DataLoader(Stateful(), 4),
+    "a stream, workers": lambda: DataLoader(Numbers(), 4, num_workers=2),
+    "several": lambda: {"a": DataLoader(Table(), 4, shuffle=True), "b": (X[:9],)},
+    "tensors": lambda: X,
+    "workers": lambda: DataLoader(Table(), 4, shuffle=True, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_second_loop_goes_on_within_the_epoch_in_which_a_limit_of_steps_ended_the_first(
+    kind, tmp_path, worker_server
+):
+    """It began the epoch again, and never came to its end: one that has more samples than there are."""
+
+    def seen(*limits):
+        batches, source = [], SOURCES[kind]()
+
+        def loss(step, *batch):
+            batches.append((run.state.epoch, repr(batch)))
+            return model(torch.ones(1, 1)).mean()
+
+        with small.alone("--output-dir", str(tmp_path / f"{limits}"), batch_size=4) as run:
+            model, _ = run.prepare(net := nn.Linear(1, 1), torch.optim.SGD(net.parameters(), 0.1))
+            for steps in limits:
+                small.fit(run, [source], loss, steps=steps)
+            return batches, run.state.epoch, run.state.samples_of_epoch
+
+    assert seen(2, 3, 6, 14) == seen(14)
