@@ -104,13 +104,17 @@ class LocalSteps(Feature):
         if not step.last and step.number % self._exchange_steps:
             # Ranks have other weights between two exchanges, and a checkpoint has those of all.
             step.may_save = False
+        else:
+            self.after_steps()
+
+    def after_steps(self) -> None:
+        step, every = self._run.state.step, self._check_steps
+        if step == self._exchanged_at:
             return
-        compares = (
-            bool(self._check_steps) and step.number // self._check_steps > self._exchanged_at // self._check_steps
-        )
+        compares = bool(every) and step // every > self._exchanged_at // every
         if compares:  # afterwards, replicas of a host that differ would be equal again
             self._compare(self._group)
-        self.exchange(step.number)
+        self.exchange(step)
         if compares:
             self._compare(self._all)
         self._run.clock.mark("communication")

@@ -40,6 +40,9 @@ class Feature(Provider):
     def after_step(self, step: "Step") -> None:
         """Called after the script's part of a step. `run.state` counts it."""
 
+    def after_steps(self) -> None:
+        """Called after all steps of an epoch. Of a stream, no step knows that it is the last one."""
+
     def before_save(self) -> None:
         """Called before a checkpoint, also of a run that writes none. May be a collective, and raise: nothing is saved."""
 

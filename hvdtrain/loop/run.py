@@ -253,8 +253,7 @@ class Run(RunTools):
 
     def _steps(self, opened: Input, itself: Callable[[], object]) -> Iterator[Step]:
         state, shared, features = self.state, self.shared(), self.features
-        may_resume = self.output_dir is not None and (not state.step or state.samples_of_epoch)
-        if may_resume:
+        if self.output_dir is not None and (not state.step or state.samples_of_epoch):  # it may be resumed
             warn_if(beside_steps, itself(), say=self.say)
         self.checkpoints.resumed_epoch.begin_steps(state)
         self.warn_of_modes()
@@ -277,6 +276,8 @@ class Run(RunTools):
             self._finish_step(step, opened, shared.prepared.scaler)
             if step.ends_epoch:
                 break
+        for feature in features.all:
+            feature.after_steps()
         state.train_seconds += self.clock.lap()
         self.metrics_logger.ranks(self.clock)
         self.checkpoints.end_steps(state.samples_of_epoch)

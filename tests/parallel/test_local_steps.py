@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs.sharding import epoch_order
-from tests.parallel.test_loop import N, X, Y, trained
+from tests.parallel.test_loop import N, X, Y, alike, trained
+from tests.parallel.test_streams import Share
 from tests.single.training.small import nothing
 
 LOCAL = ("--sync-every", "2", "--outer-lr", "0.7", "--outer-momentum", "0.9")
@@ -226,6 +228,14 @@ def test_outer_rate_and_momentum_are_those_of_the_shared_weights(engine, outer):
     for before, change, after in zip(ends[:-1], changes, ends[1:], strict=True):
         momentum = decay * momentum + change
         torch.testing.assert_close(after, before + rate * (change + decay * momentum), rtol=1e-4, atol=1e-6)
+
+
+def test_ranks_exchange_after_the_last_step_of_a_stream_too(engine):
+    """No step of it knows that it is the last one. Its run ended at the epoch's checkpoint: weights differed."""
+    ends, stream = [], DataLoader(Share(engine.rank, engine.size), 4)
+    trained(engine, *MEANS, data=[stream], net=lambda: nn.Linear(1, 1), tail=lambda t, _: ends.append(alike(engine, t.net)),
+            loss=lambda t, x: (t.model(x) - x).square().mean())  # fmt: skip
+    assert ends == [True, True]
 
 
 def test_weights_that_are_not_finite_are_named(engine):
