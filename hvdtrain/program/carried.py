@@ -60,7 +60,7 @@ class Carried:
         self._layers_at_head = dict[str, object]()  # of a resumed epoch
         self.orders = dict(orders)
         self._told, self._lines = set[str](), 0
-        self._told_of = set[tuple[int, str]]()  # identities of objects, with names of attributes
+        self._told_of = set[tuple[type, str]]()  # classes of objects, with names of attributes
         self._resumed, self._at_head = 0, dict[str, object]()  # the samples of a resumed epoch, what its steps find
         self._looks = 0  # within epochs
         self._results: set[str] | None = None  # names of collections that have results of the model after a step
@@ -84,7 +84,7 @@ class Carried:
 
     def end(self) -> None:
         """Look no longer, and let the frame go."""
-        self._frame = None
+        self._frame, self._at_steps = None, {}
 
     def begin_steps(self, frame: FrameType, resumed: int) -> None:
         """Look whether something has changed since the steps of the first epoch began. frame: of whoever takes them.
@@ -206,7 +206,7 @@ class Carried:
         known = self._known(code) if changed else []
         lost = [name for name, value in changed.items() if not are_in(known, value)]
         self._warn(lost, code)
-        self._told_of |= {(id(owners[name]), name.rpartition(".")[2]) for name in lost if name in owners}
+        self._told_of |= {(type(owners[name]), name.rpartition(".")[2]) for name in lost if name in owners}
 
     def _known(self, code: CodeType) -> list[Any]:
         """Return what a resumed run knows: what this code may ask it, and the states of registered objects, but for models
@@ -243,7 +243,7 @@ class Carried:
         for name in [name for name in lost if self._is_filled(name, now[name])]:
             self._first[name] = now[name].mark
             lost.remove(name)
-        lost = [name for name in lost if (id(now[name].owner), name.rpartition(".")[2]) not in self._told_of]
+        lost = [name for name in lost if (type(now[name].owner), name.rpartition(".")[2]) not in self._told_of]
         lost = [name for name in lost if self.loops.is_carried(name, now[name])]
         if not (lost or left):
             return
