@@ -126,8 +126,8 @@ class Generators(Provider):
     def state(self, moment: Moment) -> Any:
         if self._began is None:  # an evaluation before the first epoch was stopped
             return self._held
-        if moment.epoch_ended:  # kept: a stop in an evaluation before the next epoch saves the same
-            self._began, self._go_on = self._states(), {}
+        if moment.epoch_ended:
+            return self._states(), {}
         return self._began, self._states() if moment.in_steps or self._go_on is None else self._go_on
 
     def is_common(self, *, many: bool) -> bool:

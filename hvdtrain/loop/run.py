@@ -328,11 +328,6 @@ class Run(RunTools):
             if decision is Decision.STOP:
                 raise self.stopping.stopped()
 
-    def _save_and_stop(self) -> None:
-        """Save in an evaluation outside of steps, and raise Stopped. Every rank calls it at the same point."""
-        self.checkpoints.save(self.state, self.data.input, self.checkpoints.resumed_epoch.stops(self._in_epoch))
-        raise self.stopping.stopped()
-
     # ---- what follows an epoch
 
     def _close_epoch(self, *, ended: bool = False) -> None:
@@ -414,8 +409,11 @@ class Run(RunTools):
         # Stopped between steps: save, and do not record the partial evaluation, which is repeated after the resume. Within a
         # step, the position does not match the weights yet, so nothing is saved before the step has ended.
         if not self.in_steps and self.stopping.is_asked_anywhere():
-            self.buffers.restore_own()
-            self._save_and_stop()
+            # Outside of the loop over epochs, all is saved, and a program may have changed weights since, as by `load_best`.
+            if self._in_epoch or not self.state.step:
+                self.buffers.restore_own()
+                self.checkpoints.save(self.state, self.data.input, self.checkpoints.resumed_epoch.stops(self._in_epoch))
+            raise self.stopping.stopped()
         self.note_evaluation(evaluation)
         self.metrics_logger.evaluated(evaluation.means(), prefix)
         self.clock.leave_out(time.perf_counter() - began)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.single.training.small import Killed, N, Trained, X, Y, flags_for
 VALUES = [0.3, 0.7, 0.9, 0.9, 0.8, 0.2, 0.1, 0.1]  # of the evaluations: the third epoch is the best
 
 
-def program(directory, *argv, epochs=8, patience=2, at_head=False, values=VALUES, stop_in=None, every=1):
+def program(directory, *argv, epochs=8, patience=2, at_head=False, values=VALUES, stop_in=None, every=1, stop=False):
     """Train with early stopping, decided at the end or at the head of an epoch. Return the epochs, and what `best` was."""
     seen = []
     with training.start(
@@ -44,10 +45,30 @@ def program(directory, *argv, epochs=8, patience=2, at_head=False, values=VALUES
             seen.append((epoch, run.best and (run.best.epoch, run.best.value)))
             if not at_head and patience is not None and epoch - run.best.epoch >= patience:
                 break
+        if stop:
+            run.load_best()
+            with run.evaluating(1):
+                run.stop()
+                while not run.stopping.watch.stop_reason:
+                    time.sleep(0.01)
+                run.record(score=0.0, count=1)
     return seen
 
 
 STOPPED = [(0, (0, 0.3)), (1, (1, 0.7)), (2, (2, 0.9)), (3, (2, 0.9)), (4, (2, 0.9))]
+
+
+@pytest.mark.parametrize("patience", [2, None])
+def test_a_stop_in_an_evaluation_after_load_best_leaves_the_last_checkpoint_as_it_is(patience, tmp_path):
+    """It got the weights of the best, beside the last optimizer, and forgot that early stopping had ended the run."""
+    last = []
+    for stop in (False, True):
+        program(tmp_path / f"{stop}", patience=patience, stop=stop)
+        facts, tensors = checkpoint.newest(tmp_path / f"{stop}" / "checkpoints", print)
+        last.append((facts["ended"], {name: tensor.tolist() for name, tensor in tensors.items()}))
+    assert last[0] == last[1]
+    if patience:
+        assert program(tmp_path / "True") == []
 
 
 @pytest.mark.parametrize("at_head", [False, True])
