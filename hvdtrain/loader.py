@@ -167,7 +167,12 @@ class ExactLoader:
             self.weight = planned.weight * min(1.0, fetched.samples / max(1, planned.local_count))
             self._seed_by(plan)  # to ask for ranks again, in each batch, takes 0.1 ms
             self._taken, self._is_left = self._taken + step.count, True
-            yield fetched.batch
+            try:
+                yield fetched.batch
+            except GeneratorExit:  # with the last batch, as by zip(): the same loop would go on with the next epoch
+                if turn == self._turn and self._taken >= plan.total:
+                    self._go_to(self.epoch + 1, 0)
+                raise
         self._go_to(self.epoch + 1, 0)
         if not self._batches_done:  # such a trainer comes here only in an epoch in which it has resumed
             self.seed_generators("end of epoch")

@@ -57,9 +57,10 @@ def whole_runs(program: Program, options: Namespace) -> Whole:
         refuse(not run.steps, ELSEWHERE if runs else f"{UNSEEN} ({run.said})")
         as_ranks = f"-np {options.np}, but the program trained as ranks {sorted(run.ranks)}: --launcher starts them"
         refuse(sorted(run.ranks) != list(range(options.np)), as_ranks)
-        before = run.ranks[0].steps[0]["before"][0]
-        refuse(any(step["after"][0] == before for first in runs for step in first.ranks[0].steps), ELSEWHERE)
         runs.append(run)
+        began, before = (one.ranks[0].steps[0]["before"][0] for one in (runs[0], run))
+        reached = any(step["after"][0] == before for step in runs[0].ranks[0].steps)
+        refuse(began != before and reached, ELSEWHERE)  # the same: steps with a rate of 0 reach it, too
         say(f"{name}: {run.steps} steps, {run.seconds:.1f} s")
         if not options.keep:
             shutil.rmtree(out, ignore_errors=True)

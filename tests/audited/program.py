@@ -10,7 +10,7 @@ import time
 import torch
 from torch import distributed, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
@@ -85,6 +85,8 @@ def main():
     average = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = (AdamW if FAULT == "derived" else torch.optim.AdamW)(model.parameters(), lr=0.01)
     scheduler = CosineAnnealingLR(optimizer, EPOCHS * STEPS)
+    if FAULT == "warm":  # none: a warm-up whose first rate is 0
+        scheduler = LambdaLR(optimizer, lambda number: min(1.0, number / 5))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
     own = {"model": inner, "average": average, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     done, smooth = 0, 0.0

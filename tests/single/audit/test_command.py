@@ -161,6 +161,11 @@ def test_a_program_that_writes_elsewhere(server, audited):
     assert "the program keeps its state elsewhere, not under {out}" in progress
 
 
+def test_a_first_step_with_a_rate_of_0_leaves_the_weights_of_the_beginning(server, audited):
+    code, said, progress = audited("--kills", "1", "--", *program(server, "warm"))
+    assert (code, "All that was seen held, in 1 kill." in said) == (0, True), (said, progress)
+
+
 @pytest.mark.parametrize(
     ("fault", "words", "expected", "said"),
     [

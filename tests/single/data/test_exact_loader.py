@@ -179,29 +179,51 @@ def indices(loader):
 def at_the_end(loader):
     """Read an epoch as a trainer that counts does: it does not ask for a batch after the last."""
     batches = iter(loader)
-    return [next(batches) for _ in range(len(loader))]
+    for _ in range(len(loader)):
+        next(batches)
+    return batches  # which the loop still has
 
 
 def test_a_loop_that_was_killed_at_the_end_of_an_epoch_has_still_to_end_it():
     loader = exact_loader(made("in order"))
-    at_the_end(loader)
+    batches = at_the_end(loader)
     assert loader.epoch == 0
     resumed = loaders(1, lambda: made("in order"), loader.state_dict() | {"seed": 3})[0]
     assert indices(resumed) == []  # the loop's code after an epoch runs: an evaluation, a scheduler
     assert resumed.epoch == 1
     assert indices(resumed) == list(range(N))
+    batches.close()
     assert indices(loader) == list(range(N))  # which was not killed
     assert loader.epoch == 2
 
 
+@pytest.mark.parametrize("left", ["by zip", "by break"])
+def test_a_loop_that_never_asks_for_more_than_the_last_batch_is_in_the_next_epoch(left):
+    """Of two loaders in zip(), the second one is not asked. Its state was that of a loop that has still to end."""
+
+    def epochs(ranks, count):
+        for _ in range(count):
+            for number, batches in enumerate(zip(*ranks, strict=False) if left == "by zip" else ranks[1], 1):
+                yield batches
+                if left == "by break" and number == len(ranks[1]):
+                    break
+
+    whole = list(epochs(loaders(2, made), 3))
+    ranks = loaders(2, made)
+    begun = list(epochs(ranks, 1))
+    resumed = [loaders(2, made, loader.state_dict())[rank] for rank, loader in enumerate(ranks)]
+    assert begun + list(epochs(resumed, 2)) == whole
+
+
 def test_a_trainer_that_counts_tells_its_epoch():
     state = (loader := loaders(1, made)[0]).state_dict()
-    at_the_end(loader)
+    held = at_the_end(loader)  # as such a trainer holds it when it saves
     for told in ("set_epoch", "sampler.set_epoch"):
         resumed = loaders(1, made, loader.state_dict())[0]
         batches = iter(resumed)
         (resumed if told == "set_epoch" else resumed.sampler).set_epoch(1)
         assert len(list(batches)) == len(resumed)
+    held.close()
     resumed.load_state_dict(state)
     for told in (0, 5, 1):  # by a program that does not know where it is
         resumed.set_epoch(told)
