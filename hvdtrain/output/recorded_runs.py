@@ -216,6 +216,7 @@ def take_event(run: RecordedRun, event: RecordedEvent) -> None:
     elif name == "evaluate":
         last: CurvePoint | Attempt = run.moments[-1] if run.moments else attempt
         step, samples = (getattr(last, key) if event.get(key) is None else event[key] for key in ("step", "samples"))
+        go_back(run, step)  # as above
         prefix = event["prefix"] if isinstance(event.get("prefix"), str) else ""
         values = {series_of(prefix, key): value for key, value in named_values(event, run.metrics).items()}
         run.moments.append(CurvePoint(step, samples, run.seconds, values, event))

@@ -158,8 +158,12 @@ def test_a_restart_takes_lost_steps_back_and_leaves_the_pause_out(leave):
 
 
 def test_a_start_with_nothing_to_resume_takes_every_step_again(leave):
-    (run,) = read_runs([leave("run", start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1))])
+    lines = start(100.0), step(101.0, 1), step(102.0, 2), start(200.0), step(203.0, 1)
+    (run,) = read_runs([leave("run", *lines)])
     assert [(moment.step, moment.seconds) for moment in run.moments] == [(1, 5)]
+    lost, first = evaluation(102.5, step=2, accuracy=0.9), evaluation(201.0, step=0, accuracy=0.1)
+    (run,) = read_runs([leave("evaluated", *lines[:3], lost, lines[3], first, lines[4])])
+    assert [(moment.step, moment.event["event"]) for moment in run.moments] == [(0, "evaluate"), (1, "train")]
 
 
 def test_a_clock_that_is_set_meanwhile_changes_no_duration(leave):
