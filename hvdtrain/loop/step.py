@@ -86,10 +86,6 @@ class Tally(NamedTuple):
     sums: dict[str, Tensor | float]
     counts: dict[str, Tensor | float]
 
-    def numbers(self) -> list[Tensor | float]:
-        """Return all sums, then all counts."""
-        return [*self.sums.values(), *self.counts.values()]
-
 
 class Step:
     """A step of training, by `for step in run.steps(...)`. Attributes: number (from 1, since the beginning of training),

@@ -43,6 +43,7 @@ class Window(NamedTuple):
 
     ranks: list[RankTimes]
     rates: dict[str, float]  # `Clock.rates` of this rank, and each phase's share of the time of all ranks
+    alike: bool = True  # all ranks have given the same key
 
 
 def peak_memory(device: torch.device) -> tuple[int, int]:
@@ -141,14 +142,15 @@ class Clock:
         began, self._began = self._began, time.perf_counter()
         return self._began - began
 
-    def measure(self, engine: Engine) -> Window:
-        """Return the measurements of all ranks since the last call. A collective: 56 bytes per rank."""
+    def measure(self, engine: Engine, key: int = 0) -> Window:
+        """Return the measurements of all ranks since the last call. key: is compared. A collective: 64 bytes per rank."""
         if self._device_times is not None:
             self._seconds = self._device_times.take()
-        rows = engine.all_gather(torch.tensor(self.times(engine.device), dtype=torch.float64), "measure").tolist()
-        ranks = list(map(RankTimes._make, rows))
+        own = torch.tensor([*self.times(engine.device), key], dtype=torch.float64)
+        rows = engine.all_gather(own, "measure").tolist()
+        ranks = [RankTimes._make(row[:-1]) for row in rows]
         self.totals = added(self.totals, ranks)
-        return Window(ranks, self.rates() | shares(ranks))
+        return Window(ranks, self.rates() | shares(ranks), len({row[-1] for row in rows}) == 1)
 
     def times(self, device: torch.device) -> RankTimes:
         """Return this rank's measurements since the last window. device: whose memory is meant."""

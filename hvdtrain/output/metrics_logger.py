@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,16 +82,19 @@ class MetricsLogger:
         """Record a finished step. A collective."""
         state, extra = self._state, dict[str, object]()
         tallies = list(step.tallies.values())
-        names = list(tallies[0].sums)
+        names = list(dict.fromkeys(name for tally in tallies for name in tally.sums))
         norm = [] if step.gradient_norm is None else [step.gradient_norm]
-        # From an accelerator, with one copy.
-        numbers = read_scalars([*(number for tally in tallies for number in tally.numbers()), *norm])
-        rows = torch.tensor(numbers[: len(numbers) - len(norm)], dtype=torch.float64)
-        # [ranks of this process, 2, names]: of each name, the sums come before the counts.
-        rows = rows.view(len(tallies), 2, len(names)).transpose(1, 2)  # of each rank and name, the sum and the count
-        everyone = self._engine.sum_of_ranks(rows, "train").tolist()
-        means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, everyone, strict=True)}
-        window = clock.measure(self._engine)
+        # From an accelerator, with one copy. Of each rank of this process and each name, the sum and the count.
+        numbers = read_scalars([*(part.get(name, 0.0) for own in tallies for name in names for part in own), *norm])
+        window = clock.measure(self._engine, zlib.crc32(repr(names).encode()))
+        rows = torch.tensor(numbers[: len(numbers) - len(norm)], dtype=torch.float64).view(len(tallies), len(names), 2)
+        if not window.alike:  # a value may be of some ranks alone, or be recorded after others
+            own, everyone = names, self._engine.processes.all_gather_object(names, "train.names")
+            names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+            places = torch.tensor([names.index(name) for name in own])
+            rows = torch.zeros(len(tallies), len(names), 2, dtype=torch.float64).index_copy_(1, places, rows)
+        sums = self._engine.sum_of_ranks(rows, "train").tolist()
+        means = {n: value / count if count else float("nan") for n, (value, count) in zip(names, sums, strict=True)}
         trained_on = means.pop("loss")
         # A script may report a different loss than it trains on, such as one without label smoothing.
         reported = "reported_loss" if "reported_loss" in means else "loss"

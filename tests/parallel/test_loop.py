@@ -461,6 +461,22 @@ def test_rows_of_unequal_numbers_are_not_found_by_the_rank(engine, unequal, caps
     assert said == (engine.rank == 0 and engine.size > 1 and unequal)
 
 
+def test_values_recorded_in_another_order_or_on_some_ranks_alone_are_not_mixed(engine):
+    with a_run(engine, "--log-steps", "1", epochs=1) as run:
+        model, _ = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for step in run.steps(X):
+                for (rows,) in step.batches():
+                    step.backward(model(rows).mean())
+                    names = {"a": 1.0, "b": 100.0} | {f"of {engine.rank}": 7.0 + engine.rank}
+                    for name in sorted(names, reverse=engine.rank == 0):
+                        step.record(**{name: torch.tensor(names[name])})
+                step.update()
+        assert math.isfinite(run.state.train["loss"])
+        of_ranks = {f"of {rank}": 7.0 + rank for rank in range(engine.size)}
+        assert run.state.train.items() >= ({"a": 1.0, "b": 100.0} | of_ranks).items()
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_mean_loss_of_ones_own_is_that_of_one_rank(engine, known, capsys):
     with a_run(engine, epochs=1) as run:

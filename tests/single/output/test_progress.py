@@ -128,7 +128,7 @@ class Pair(SerialEngine):
     """Two ranks, of which the other one reports the same and 100 bytes more."""
 
     def all_gather(self, tensor, name):
-        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 0, 100.0, 0], dtype=tensor.dtype)])
+        return torch.stack([tensor, tensor + torch.tensor([0, 0, 0, 0, 0, 100.0, 0, 0], dtype=tensor.dtype)])
 
 
 def test_the_clock_measures_all_ranks():
