@@ -122,7 +122,7 @@ BUDGETS = {
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
     "tests/horovod_calls": 550,
-    # With rows by the rank, rates of a rank alone.
+    # With rows by the rank, rates of a rank alone, values of some ranks.
     # And predictions in rounds.
     # And what is registered where a buffer was let go, an error that counts as false, exchanges after streams.
     "tests/parallel": 3497,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
