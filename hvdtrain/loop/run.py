@@ -119,7 +119,7 @@ class Run(RunTools):
         random numbers of torch, Python or numpy, of which each rank has its own: they go on with the epoch and the step.
         """
         self.prepared("run.register()")
-        if self.data.input is not None:
+        if self.data.input is not None or self._in_loop:
             raise refusal("registered late")
         objects, generators = sorted_objects(objects)
         self.checkpoints.register(objects, generators)

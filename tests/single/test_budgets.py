@@ -158,7 +158,7 @@ BUDGETS = {
     # And signs of checksums, modes of a second loop and after a limit of steps, the best epoch's states, counts in a tensor.
     # And a stop in an evaluation after the loop, the best checkpoint of a run that trains.
     # And a second loop within an epoch, loops that are left after the last batch.
-    "tests/single": 27404,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27405,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -252,6 +252,7 @@ MISTAKES = {
         dict(prepare="net, torch.optim.SGD([{'params': net.parameters(), 'rate_of': print}], lr=0.1)", in_epoch="1 / 0"),
         r"^the state of SGD holds a builtin_function_or_method at .*, which a checkpoint cannot store: keep to numbers"),
     "registered after an epoch": (dict(after="run.register(late=network())"), r"run.register\(\) once training has begun, where a"),
+    "registered at an epoch's head": (dict(in_epoch="run.register(late=network())", epochs="1"), r"run.register\(\) once training has begun"),
     "an unknown target": (dict(stop_at='{"acuracy": 0.9}'), r'acuracy has no direction: training.start\(flags, metrics='),
     "a target that is not recorded": (
         dict(metrics='{"accuracy": "max"}', stop_at='{"accuracy": 0.9}', after=EVALUATE), r"recorded right, and not accuracy: write run.record\(accuracy"),
