@@ -82,9 +82,13 @@ class ExactLoader:
 
     def __getattr__(self, name: str) -> Any:
         """Return what a program asks of the DataLoader, such as its number of workers."""
-        if name in (*OPTIONS, "batch_size", "collate_fn", "worker_init_fn"):
+        if name in (*OPTIONS, "collate_fn", "worker_init_fn"):
             return getattr(self._given, name)
         raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    @property
+    def batch_size(self) -> Any:
+        return self._given.batch_size
 
     @property
     def sampler(self) -> "ExactLoader":

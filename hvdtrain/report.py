@@ -57,11 +57,7 @@ MOST_VALUES = 12  # limit for drawn values
 MOST_DRAWN_RANKS = 16  # bars per run
 PHASE_COLORS = {"loading": "#E69F00", "compute": "#0072B2", "communication": "#D55E00", "other": "#8c959f"}
 DATA = {"test": "test set", "validation": "validation set", "val": "validation set", "": "evaluations"}
-MARKER_NAMES = {
-    "o": "dots",
-    "^": "triangles",
-    "s": "squares",
-}  # of the first three data sets that a value was evaluated on
+MARKER_NAMES = {"o": "dots", "^": "triangles", "s": "squares"}  # of the first data sets that a value was evaluated on
 # Okabe and Ito's palette, which is safe for colour-blind readers (jfly.uni-koeln.de/color).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", "-.", ":")
