@@ -49,10 +49,10 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int | None = None) -> lis
         # NCCL reduces small buckets slowly, and the links between GPUs are fast.
         limit = LARGEST_BUCKET if on_gpus else bucket_bytes(sum(sizes))
     groups: list[list[nn.Parameter]] = []
-    filled = limit
+    filled = 0
     # The backward pass computes the last layer first: its bucket is reduced while earlier layers are still computed.
     for parameter, size in zip(reversed(trainable), reversed(sizes), strict=True):
-        if filled + size > limit or len(groups[-1]) == MOST_IN_BUCKET:
+        if not groups or filled + size > limit or len(groups[-1]) == MOST_IN_BUCKET:
             groups.append([])
             filled = 0
         groups[-1].append(parameter)

@@ -144,9 +144,8 @@ class HorovodEngine(Engine):
         Horovod gives hooks to those that were trained when the optimizer was made.
         """
         trained = [parameter for parameter in self._named[optimizer] if parameter.requires_grad]
-        if len(trained) == len(self._trained[optimizer]) and all(map(operator.is_, trained, self._trained[optimizer])):
-            return
-        if not trained or self.size == 1:  # nothing will be reduced
+        before = self._trained[optimizer]
+        if self.size == 1 or (len(trained) == len(before) and all(map(operator.is_, trained, before))):
             return
         self._trained[optimizer] = trained
         # Trap: of a parameter that was frozen since, Horovod reduces a gradient of zero.

@@ -94,7 +94,7 @@ def exchange(
         take(root_of(nodes, ranks))
         return
     room = [-(-tensor.numel() // ALIGNED) * ALIGNED for tensor in tensors]
-    chunk = -(-sum(room) // (processes.size * ALIGNED)) * ALIGNED
+    chunk = max(1, -(-sum(room) // (processes.size * ALIGNED))) * ALIGNED  # not 0, of parameters without numbers
     room.append(processes.size * chunk - sum(room))
     # What lies between the tensors is sent and added, and not used.
     rows = torch.empty(len(nodes), processes.size * chunk, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -198,7 +198,7 @@ class Gradients:
     def begin(self) -> None:
         """Begin a loop over micro-batches."""
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if trained and [*map(id, trained)] != [*map(id, self._bucket_of)]:
+        if [*map(id, trained)] != [*map(id, self._bucket_of)]:
             self._divide(trained)
         for bucket in self._buckets:
             bucket.begin()
@@ -262,10 +262,10 @@ class Gradients:
         """Let the gradients be those of all ranks. A collective."""
         for bucket in self._buckets:
             bucket.end()
-        if self._how.reduction == "average":
+        if self._how.reduction == "average" and self._bucket_of:  # not all are frozen
             gradients = [parameter.grad for parameter in self._bucket_of if parameter.grad is not None]
             torch._foreach_div_(gradients, self._engine.size)
-        if self._how.find_unused_parameters:
+        if self._how.find_unused_parameters and self._bucket_of:
             unused = torch.tensor([self._without[p] == self._turns for p in self._bucket_of], dtype=torch.int32)
             self._engine.all_reduce_(unused, "min", "unused_parameters")
             for parameter, everywhere in zip(self._bucket_of, unused.tolist(), strict=True):

@@ -173,11 +173,11 @@ def plateau(run: Any) -> Any:
     return net.state_dict(), scheduler.get_last_lr()
 
 
-def freezing(run: Any) -> Any:
+def freezing(run: Any, apart: bool = False) -> Any:
     """The body is trained from the second epoch, the head in all but the third. Neither momentum nor decay moves others."""
     net = network()
     net[0].requires_grad_(False)
-    model, _ = run.prepare(net, sgd(net))
+    model, *_ = run.prepare(net, *([sgd(net[0]), sgd(net[2])] if apart else [sgd(net)]))
     for epoch in run.epochs(4):
         net[0].requires_grad_(epoch > 0)
         net[2].requires_grad_(epoch != 2)
@@ -186,6 +186,11 @@ def freezing(run: Any) -> Any:
                 step.backward(F.mse_loss(model(x), y))
             step.update()
     return net.state_dict()
+
+
+def freezing_apart(run: Any) -> Any:
+    """Each has its optimizer, which has nothing to train while they are frozen."""
+    return freezing(run, apart=True)
 
 
 def layers_added_later(run: Any) -> Any:
@@ -510,7 +515,7 @@ PLAIN: dict[Callable[[Any], Any], Callable[..., Any]] = {
     loader_that_grows: loader_that_grows_plain,
     sharpness_aware: sharpness_aware_plain,
 }
-FAST = [averaged_weights, contrastive, detection, batch_that_grows]
+FAST = [averaged_weights, contrastive, detection, batch_that_grows, freezing_apart]
 SLOW = [
     early_stopping, plateau, freezing, layers_added_later, class_weights, sums, metrics_of_all_ranks, mixed_by_a_generator,
     two_models, two_optimizers, sharpness_aware, tasks_in_turn, tasks_by_epoch, data_set_that_grows,

@@ -125,7 +125,8 @@ BUDGETS = {
     # With rows by the rank, rates of a rank alone, values of some ranks.
     # And predictions in rounds.
     # And what is registered where a buffer was let go, an error that counts as false, exchanges after streams.
-    "tests/parallel": 3497,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
+    # And optimizers that are frozen whole.
+    "tests/parallel": 3502,  # with a model in another, many ranks, --virtual-ranks, optimizers that share out their state
     "tests/peers": 790,  # one training under twelve trainers, six of them also with exact_loader: docs/evidence
     # With the audit's command, which tests/e2e had, CUDA in forked ranks, what a provider of a checkpoint relies on, and
     # tails of resumed epochs; the comparison in README with the page of peers; verdicts of audits on written traces.
@@ -158,7 +159,8 @@ BUDGETS = {
     # And signs of checksums, modes of a second loop and after a limit of steps, the best epoch's states, counts in a tensor.
     # And a stop in an evaluation after the loop, the best checkpoint of a run that trains.
     # And a second loop within an epoch, loops that are left after the last batch.
-    "tests/single": 27405,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    # And parameters of virtual ranks that are empty, or frozen whole.
+    "tests/single": 27413,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

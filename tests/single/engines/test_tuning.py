@@ -47,6 +47,7 @@ def test_buckets_hold_every_trainable_parameter_once_last_layer_first():
     assert [[p.numel() for p in group] for group in buckets(parameters, limit=8 * 4)] == [[1], [100], [5, 3]]
     assert len(buckets(parameters, limit=10**6)) == 1
     assert buckets([], limit=8) == []
+    assert len(buckets([torch.nn.Parameter(torch.empty(0))])) == 1  # the last one of a model without numbers
     small = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2500)]
     assert [len(group) for group in buckets(small)] == [1000, 1000, 500]
 

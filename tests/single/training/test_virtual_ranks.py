@@ -50,7 +50,7 @@ CASES = [
     ),
     pytest.param(4, ["norm", "count", "two"], ["--accumulate", "2"], [2, 3, 4], marks=pytest.mark.slow),
     pytest.param(6, ["norm", "unused", "average"], ["--amp", "bf16"], [1, 4, 5], marks=pytest.mark.slow),
-    (3, ["grows", "loader"], [], [2, 3]),
+    (3, ["grows", "loader", "two", "frozen", "empty"], [], [2, 3]),
     pytest.param(3, ["batches"], ["--reduction", "sum"], [3, 2, 1], marks=pytest.mark.slow),
     pytest.param(8, ["norm"], [], [8, 3, 3], marks=pytest.mark.slow),
     pytest.param(2, ["two", "unused"], [], [2, 1, 2], marks=pytest.mark.slow),

@@ -31,7 +31,7 @@ FIELDS = ("loss", "loss_rank0", "error", "hits", "gradient_norm", "count")  # wh
 def optimizers_of(net: nn.Sequential, case: set[str]) -> list[torch.optim.Optimizer]:
     if "two" not in case:
         return [torch.optim.AdamW(net.parameters(), 0.01)]
-    others = [*net[1].parameters(), *net[5].parameters()]
+    others = [*net[1].parameters(), *net[5].parameters(), *net.parameters(recurse=False)]
     return [torch.optim.SGD(net[0].parameters(), 0.05, momentum=0.9), torch.optim.AdamW(others, 0.01)]
 
 
@@ -91,13 +91,16 @@ def main() -> int:
         net.register_buffer("place", torch.zeros((), dtype=torch.int64))  # in a queue, of which each rank has its own
         net.register_buffer("queue", torch.zeros(3))
         net.register_buffer("seen", torch.zeros(0))
+        if "empty" in case:  # and the only one of its type
+            net.register_parameter("none", nn.Parameter(torch.zeros(0, dtype=torch.float64)))
         unused = "unused" in case
         model, *optimizers = run.prepare(net, *optimizers_of(net, case), find_unused_parameters=unused)
         schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 3)
         slow = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
         run.register(schedule=schedule, **({"slow": slow} if "average" in case else {}))
         data = data_of(run, x, y, flags.batch_size, case)
-        for _ in run.epochs(flags.epochs):
+        for epoch in run.epochs(flags.epochs):
+            net[0].requires_grad_(epoch == 0 or "frozen" not in case)
             shift = torch.randn(1)  # the same on all ranks: outside of step.batches
             for step in run.steps(*data):
                 scale = step.per_sample(lambda batch: first(batch)[1].sum() * 0.1) if "share" in case else 1.0
@@ -113,6 +116,8 @@ def main() -> int:
                         net.seen = torch.cat([net.seen, images.mean().view(1)])
                         net[2].register_buffer("late", net.seen[-1:] * 2)
                         losses = losses * (1 + net.seen.mean() + net[2].late)
+                    if "empty" in case:
+                        losses = losses + net.none.sum()
                     if "several" in case:
                         losses = losses + 0.1 * model(batch["other"][0]).square().mean()
                     if "gather" in case:
