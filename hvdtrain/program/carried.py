@@ -170,9 +170,9 @@ class Carried:
 
     def _computed_with(self, frame: FrameType) -> dict[str, Any]:
         """Return the variables of whoever takes the steps, and of its module, from which losses are computed."""
-        tree, function = syntax_of(frame.f_code) or (None, None)
-        if tree is None or function is None:
+        if (syntax := syntax_of(frame.f_code)) is None:
             return {}
+        tree, function = syntax
         names = {name: one for name, one in variables_of(frame).items() if name in computed_from(function)}
         if function is not tree:
             used = computed_from(tree).intersection(frame.f_code.co_names, frame.f_globals)
@@ -183,11 +183,9 @@ class Carried:
         """Look at what the steps of an epoch leave for the next ones to compute with, such as a temperature, or a hidden
         state: an epoch that is resumed begins with the first one again. numbers: at these alone."""
         code, start = self.loops.all[-1]
-        frame = self._of_steps() if self._frame is not None else None
-        tree, function = syntax_of(code) or (None, None)
-        if frame is None or tree is None or function is None:
+        if self._frame is None or (syntax := syntax_of(code)) is None:
             return
-        held = self._computed_with(frame)
+        (tree, function), held = syntax, self._computed_with(self._of_steps())
         held = {name: one for name, one in held.items() if isinstance(one, int | float if numbers else object)}
         now, changed, owners = self._marks_of(held), dict[str, Any](), dict[str, object]()
         for path, leaf in self._at_steps.items():

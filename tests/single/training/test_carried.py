@@ -543,7 +543,6 @@ TABLES = [
     "KEPT",
     "GATHERED",
     "COPIES",
-    "IN_STEPS",
     "ANEW",
     "ORDERS",
     "LEFT",
@@ -749,23 +748,6 @@ def test_a_variable_that_is_set_anew_or_that_a_resumed_run_knows_is_left_alone(n
     assert "warning: " not in capsys.readouterr().out
 
 
-IN_STEPS = {  # at the head of an epoch, for each micro-batch, after a step; whether it is said
-    "computed with": ("heat = 1.0", "x = x * heat", "heat = max(0.1, heat * 0.9)", True),
-    "a sum": ("heat = 0.0", "heat += x.mean().item()", "print(heat)", False),
-    "a counter": ("heat = 0", "if heat < 3:\n    print(heat)", "heat += 1", False),
-    "set in each step": ("heat = 1.0", "x = x * heat", "heat = 1 / step.number", True),
-    "by its number": ("", "heat = 1 / step.number\nx = x * heat", "", False),
-}
-
-
-@pytest.mark.parametrize("case", IN_STEPS)
-def test_a_number_that_the_steps_of_an_epoch_change_and_compute_with_is_said(case, tmp_path, capsys):
-    """A temperature that each epoch begins with was the first one again in an epoch that is resumed."""
-    head, batch, each, told = IN_STEPS[case]
-    trained(tmp_path, nn.Linear(3, 1), head=head, each=each, batch=batch, file=tmp_path / "program.py")
-    assert ("warning: heat of main() is carried on" in capsys.readouterr().out) == told
-
-
 TRAIN = """
 class Remembering:
     def __init__(self):
@@ -804,6 +786,11 @@ MEMORIES = {  # before the loop, at the head of an epoch, for each micro-batch, 
     "another loader": ("", "more = cycle(DataLoader(TensorDataset(X), 4))", "x = x + next(more)[0].mean()", "", "more"),
     "it decides": ("", "seen = set()", "if 3 not in seen:\n    x = x * 2", "seen.add(step.number)", "seen"),
     "a counter": ("", "n = 0", "x = x * min(1, n / 3)", "n += 1", "n"),
+    "a temperature": ("", "heat = 1.0", "x = x * heat", "heat = max(0.1, heat * 0.9)", "heat"),
+    "a sum of numbers": ("", "heat = 0.0", "heat += x.mean().item()", "print(heat)", ""),
+    "a count that is printed": ("", "heat = 0", "if heat < 3:\n    print(heat)", "heat += 1", ""),
+    "set after each step": ("", "heat = 1.0", "x = x * heat", "heat = 1 / step.number", "heat"),
+    "by its number": ("", "", "heat = 1 / step.number\nx = x * heat", "", ""),
     "a rate": ("", "rate = 1.0\n(o,) = run.prepared().optimizers", "", "rate /= 2\no.param_groups[0]['lr'] = rate", "rate"),
     "the run's own": ("", "n = run.state.step", "x = x * min(1, n / 3)", "n += 1", ""),
     "of an object": ("", "of = Remembering()", "x = of.shifted(x)", "of.h = model(x).mean().detach()", "of.h"),
