@@ -720,6 +720,15 @@ def cycle(loader):
         yield from loader
 
 
+def test_what_has_two_names_is_said_once(tmp_path, capsys):
+    source = TRAIN.replace(" kept = Stateful", " held = Stateful")
+    source = source.replace("  train(run, model, data, kept)", "  train(run, model, data, held)")
+    how = dict(batch="x = x + kept.h", each="kept.h = kept.h + 1", every=2, source=source)
+    trained(tmp_path, nn.Linear(3, 3), epochs=2, file=tmp_path / "program.py", **how)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.partition(" is carried on")[0] for line in lines] == ["warning: kept.h of train()"]
+
+
 def test_long_chains_of_branches_are_read_once():
     """Each branch is within the one before."""
     chain = "".join(f"elif a == {number}:\n    b = c\n" for number in range(99))
