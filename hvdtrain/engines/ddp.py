@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engines import gpu
-from hvdtrain.engines.base import WIRE_DTYPES, Engine, Reduction
+from hvdtrain.engines.base import Engine, Reduction
 from hvdtrain.engines.compression import as_carried, writable
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import remedy
-from hvdtrain.guards.activity import Activity, collective
+from hvdtrain.engines.reducer import GradientHook, ReducedModel, reduce_in_order
+from hvdtrain.guards.activity import collective
 from hvdtrain.guards.evidence import record_collectives
 from hvdtrain.launching.rendezvous import (
     first_few,
@@ -42,139 +43,6 @@ from hvdtrain.launching.rendezvous import (
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
 COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: guards/timeouts.py says how long a rank may keep the others waiting
 MEETINGS = itertools.count()  # number of rendezvous in this process; the same on every rank
-
-
-class GradientHook:
-    """A DDP communication hook: reduces a bucket of gradients over all ranks once this rank has computed it.
-
-    It divides the gradients in their own type first, then casts them to the network type.
-    """
-
-    def __init__(
-        self, size: int, compression: str, predivide: float, reduction: str, activity: Activity, group: Any = None,
-        of_all_ranks: bool = True,
-    ):  # fmt: skip
-        """group: of torch.distributed; None: the default one. of_all_ranks: see `Engine`."""
-        self.activity, self.group, self.of_all_ranks = activity, group, of_all_ranks
-        self.wire_dtype = WIRE_DTYPES[compression]
-        self.predivide = predivide
-        self.factor_after = predivide / size if reduction == "average" else predivide
-        self.ready = 0.0  # when this rank's last gradient was computed (time.perf_counter)
-
-    # DDP accepts no other annotation of `bucket` than torch.distributed.GradBucket, which a torch without it lacks.
-    def reduce(self, state: object, bucket) -> torch.futures.Future[Tensor]:  # type: ignore[no-untyped-def]
-        """Start the all-reduce of `bucket`. Return a future of the reduced buffer."""
-        if bucket.is_last():
-            self.ready = time.perf_counter()
-            # This rank's part is done. The step resets `collective` after backward.
-            self.activity.call("backward", self.of_all_ranks)
-        buffer: Tensor = bucket.buffer()
-        # Divided before the cast: of float16, DDP's own hook makes infinity of a gradient of 100,000.
-        wire = buffer if self.predivide == 1.0 else buffer / self.predivide
-        wire = wire if self.wire_dtype is None else wire.to(self.wire_dtype)
-        future = torch.distributed.all_reduce(wire, group=self.group, async_op=True).get_future()
-
-        def finish(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            return buffer.copy_(done.value()[0]).mul_(self.factor_after)
-
-        return future.then(finish)
-
-
-def give_gradients_the_weights_strides(model: nn.Module) -> None:
-    """Give each gradient the strides of its weight where both describe the same memory layout.
-
-    With one input channel and channels_last images, the gradient of a convolution weight [16, 1, 5, 5] has the strides
-    (25, 1, 5, 1), the weight (25, 25, 5, 1): the same layout.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and 1 in parameter.shape and parameter.is_contiguous():
-            shape, strides = parameter.shape, parameter.stride()
-
-            def same_strides(gradient: Tensor, shape: torch.Size = shape, strides: tuple[int, ...] = strides) -> Tensor:
-                return gradient.as_strided(shape, strides) if gradient.is_contiguous() else gradient
-
-            # DDP compares strides as numbers, and would warn on each rank.
-            parameter.register_hook(same_strides)
-
-
-def settle_buckets(replica: nn.parallel.DistributedDataParallel) -> None:
-    """Let DDP assign gradients to buckets now, not after the first step. A collective.
-
-    In the first step of a process, DDP has one bucket; then it assigns gradients to others, in the order in which they were
-    ready. Here the first backward pass has gradients of zero.
-    """
-    trained = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
-    with torch.enable_grad():
-        replica.reducer.prepare_for_backward([])
-        # The last ones are ready first, as in the backward pass of most models.
-        nothing = [parameter.flatten()[:0].sum() for parameter in trained]
-        torch.autograd.backward(nothing, [torch.ones_like(each) for each in nothing])
-    # The sum over three or more ranks is rounded differently at each place of a bucket.
-    # Else the first step after a restart differs.
-    replica.reducer._rebuild_buckets()
-    for parameter in trained:
-        parameter.grad = None
-
-
-class ReducedModel:
-    """A model whose gradients DDP's reducer sums. The script calls the model itself, in any way: a method, a layer of it.
-
-    DDP's own forward pass only tells its reducer that a backward pass will follow. Here, `begin` does.
-    """
-
-    def __init__(self, model: nn.Module, options: dict[str, Any], hook: GradientHook):
-        self._model, self._options, self.hook = model, options, hook
-        self.parameters = list(model.parameters())
-        give_gradients_the_weights_strides(model)
-        self._wrap()
-
-    def holds(self, model: nn.Module) -> bool:
-        return self._model is model
-
-    def overlaps(self, model: nn.Module) -> bool:
-        """Return whether one of the two is a part of the other: each gradient would be reduced twice."""
-        return model in self._model.modules() or self._model in model.modules()
-
-    def _wrap(self) -> None:
-        self._trained = [parameter.requires_grad for parameter in self.parameters]
-        self._replica: nn.parallel.DistributedDataParallel | None = None
-        if any(self._trained):  # DDP rejects others
-            self._replica = nn.parallel.DistributedDataParallel(self._model, **self._options)
-            self._replica.register_comm_hook(None, self.hook.reduce)
-            if not self._options["find_unused_parameters"]:  # else DDP keeps its first buckets
-                settle_buckets(self._replica)
-
-    def follow_freezing(self) -> None:
-        """Take in which parameters are trained by now. A collective if that has changed, as on all ranks."""
-        if [parameter.requires_grad for parameter in self.parameters] != self._trained and any(
-            parameter.requires_grad for parameter in self.parameters
-        ):
-            self._replica = None
-            gc.collect()  # the old reducer's buckets
-            self._wrap()
-
-    def begin(self) -> None:
-        """Expect a backward pass, which then reduces the gradients."""
-        if self._replica is not None and not self._options["find_unused_parameters"]:
-            self._replica.reducer.prepare_for_backward([])
-
-    def begin_again(self, loss: Tensor) -> None:
-        """The same, right before the backward pass of `loss`: where it may use some of the parameters only, and where the
-        script has called another `backward` before."""
-        if self._replica is not None and (self._options["find_unused_parameters"] or self.hook.ready):
-            self._replica.reducer.prepare_for_backward([loss] if self._options["find_unused_parameters"] else [])
-
-    def reduce_nothing(self) -> None:
-        """Take part in the reduction where no loss of this rank depends on the model: the other ranks wait for it."""
-        if self._replica is not None and self._options["find_unused_parameters"]:
-            trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-            # DDP's reducer begins with the gradient of one parameter, here zero. The others stay unused on this rank.
-            nothing = trained[-1].flatten()[:0].sum()
-            self._replica.reducer.prepare_for_backward([nothing])
-            nothing.backward()
-
-    def leave(self) -> None:
-        self._replica = None
 
 
 def create_group(store: "torch.distributed.Store", rank: int, size: int) -> None:
@@ -202,7 +70,10 @@ class DdpEngine(Engine):
     _of_objects: Any = None  # group in which ranks begin to exchange objects; None: the same
     _first = 0  # its first rank, by its number in the default group
     _reduces = False  # whether the current micro-batch is the step's last one
-    _has_loss = False  # whether that has had a loss
+    _of_run: Sequence[ReducedModel] = ()
+    _optimizers: Sequence[torch.optim.Optimizer] = ()  # of the run
+    _expected: ReducedModel | None = None  # whose reducer takes part in the current backward pass
+    _apart: Sequence[torch.optim.Optimizer] = ()  # whose gradients are reduced after it
 
     def __init__(self, *, tuning: bool, rank: int, size: int, launcher: str):
         super().__init__(tuning=tuning, rank=rank, size=size, launcher=launcher)
@@ -314,39 +185,54 @@ class DdpEngine(Engine):
     def micro_batch(
         self, models: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer], number: int, count: int
     ) -> Iterator[None]:
-        self._has_loss = False
+        self._of_run = [model for model in self._models if any(map(model.holds, models))]
+        self._optimizers, self._expected, self._apart = optimizers, None, ()
         for model in self._models:
             model.hook.ready = 0.0
             if number == 0:
                 model.follow_freezing()
         self._reduces = number == count - 1  # only the last micro-batch reduces gradients
-        if self._reduces:
-            for model in self._models:
-                model.begin()
+        if self._reduces and self._is_simple and not self._of_run[0].may_lack_gradients:
+            self._of_run[0].begin()  # also of a backward pass that is not by `Step`
         yield
-        if self._reduces and self._has_loss and len(models) == 1:  # of several, the other ranks' choice is not known
-            for model in self._models:
-                if model.holds(models[0]) and not model.hook.ready:
-                    model.reduce_nothing()
+        self._end_backward()
         # backward() returns after DDP has waited for the other ranks; the time after the last bucket is waiting.
         self.gradients_ready_at = max((model.hook.ready for model in self._models), default=0.0) or None
 
-    def begin_backward(self, loss: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._has_loss = True
-        if self._reduces:
-            for model in self._models:
-                model.begin_again(loss)
+    @property
+    def _is_simple(self) -> bool:
+        return len(self._of_run) == 1 and len(self._optimizers) <= 1
 
-    def synchronize(self, optimizer: torch.optim.Optimizer) -> None:
-        for model in self._models:
-            if model.hook.ready:
-                continue
-            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            if any(parameter in own and parameter.grad is not None for parameter in model.parameters):
-                remedy = (
-                    "give run.prepare() its parts as models of their own, or leave the optimizer out of step.backward()"
-                )
-                raise UserError(f"under --engine ddp, the gradients of a part of a model are not reduced: {remedy}")
+    def begin_backward(self, loss: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if not self._reduces:
+            return
+        self._end_backward()  # that of other optimizers
+        chosen = set[nn.Parameter]()
+        for optimizer in optimizers if not self._is_simple else ():
+            chosen.update(parameter for group in optimizer.param_groups for parameter in group["params"])
+        model, *others = [one for one in self._of_run if self._is_simple or not chosen.isdisjoint(one.parameters)]
+        is_whole = len(optimizers) == len(self._optimizers) or chosen.issuperset(model.trained())
+        if not others and is_whole:
+            self._expected = model
+            if model.may_lack_gradients or not self._is_simple or model.hook.ready:
+                model.hook.ready = 0.0
+                model.begin(loss)
+            return
+        # DDP's reducer takes the gradients of one whole model. Those of several would be reduced in the order of this
+        # rank's backward pass, and another rank's may use the models in another order, or not all of them.
+        self._apart = optimizers
+        loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._end_backward))
+
+    def _end_backward(self) -> None:
+        """Reduce what was not reduced in the backward pass. A collective."""
+        model, self._expected = self._expected, None
+        if model is not None and not model.hook.ready:
+            model.reduce_nothing()
+        apart, self._apart = self._apart, ()
+        for optimizer in apart:
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            model = self._of_run[0]
+            reduce_in_order(trained, model.hook, may_lack_gradients=model.may_lack_gradients)
 
     @collective
     def all_reduce_(self, tensor: Tensor, op: str, name: str) -> None:

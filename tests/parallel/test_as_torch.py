@@ -356,31 +356,91 @@ def test_the_gradient_of_an_input_may_be_computed_first(engine):
     equals_plain(engine, lambda: nn.Linear(3, 1), loss_of)
 
 
-def test_a_part_of_a_model_with_an_optimizer_of_its_own(engine):
-    """Horovod takes its gradients alone. DDP's reducer takes those of whole models: it is told so in the first step."""
+@pytest.mark.parametrize("models_of", [lambda net: [net], lambda net: net])
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_part_of_a_model_with_an_optimizer_of_its_own(engine, models_of, unused):
+    """DDP's reducer takes the gradients of whole models."""
+    torch.manual_seed(5)
+    net, plain = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)) for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    one, two = (torch.optim.SGD(part.parameters(), lr=0.1) for part in net)
+    with a_run(engine) as run:
+        *_, one, two = run.prepare(*models_of(net), one, two, find_unused_parameters=unused)
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for part in (one, two):
+                    for x, y in step.batches():
+                        step.backward((net(x) - y).square().mean(), part)
+                    step.update(part)
+    for epoch in range(2):
+        for i in epoch_order(N, 1, epoch).split(4 * engine.size):
+            for part in plain:
+                optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+                plain.zero_grad()
+                (plain(X[i]) - Y[i]).square().mean().backward()
+                optimizer.step()
+    same(net, plain)
+    assert alike(engine, net)
 
-    def train(*models):
-        with a_run(engine) as run:
-            torch.manual_seed(5)
-            net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-            one, two = (torch.optim.SGD(part.parameters(), lr=0.1) for part in net)
-            *_, one, two = run.prepare(*(models_of(net) for models_of in models), one, two)
-            for _ in run.epochs(2):
-                for step in run.steps(X, Y):
-                    for part in (one, two):
-                        for x, y in step.batches():
-                            step.backward((net(x) - y).square().mean(), part)
-                        step.update(part)
-        return net
 
-    if engine.name == "ddp":
-        with pytest.raises(
-            UserError, match=r"^under --engine ddp, the gradients of a part of a model are not reduced:"
-        ):
-            train(lambda net: net)
-    else:
-        train(lambda net: net)
-    net = train(lambda net: net[0], lambda net: net[1])
+def by_one_of(models, x):
+    return torch.cat([models[int(row[0] * 10) % len(models)](row).view(1, 1) for row in x])
+
+
+def in_either_order(models, x):
+    one, two = models[:2]
+    each = [one(row).sin() + two(row) if row[0] > 0 else two(row) + one(row).sin() for row in x]
+    return torch.stack(each)
+
+
+def tied(models):
+    models[1].weight = models[0].weight
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    ("of_models", "change"),
+    [(by_one_of, None), (in_either_order, None), (in_either_order, tied)],
+    ids=lambda it: it and it.__name__,
+)
+def test_models_that_ranks_use_in_another_order_or_not_at_all(engine, of_models, change, passes):
+    """Under ddp, each rank reduced them in the order of its own backward pass: a hang, or sums of different gradients."""
+    torch.manual_seed(5)
+    nets, plain = (
+        nn.ModuleList(nn.Linear(3, 1) for _ in range(2 if of_models is in_either_order else 6)) for _ in range(2)
+    )
+    plain.load_state_dict(nets.state_dict())
+    for models in (nets, plain) if change else ():
+        change(models)
+    optimizer = torch.optim.AdamW(nets.parameters(), lr=0.01)
+    with a_run(engine, "--accumulate", str(passes), batch_size=4 // passes) as run:
+        *_, optimizer = run.prepare(*nets, optimizer, find_unused_parameters=of_models is by_one_of)
+        for _ in run.epochs(2):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(of_models(nets, x), y))
+                step.update()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    alone(plain, optimizer, 4 * engine.size, lambda net, i: F.mse_loss(of_models(net, X[i]), Y[i]))
+    same(nets, plain)
+    assert alike(engine, nets)
+
+
+def test_a_model_may_be_frozen_as_a_whole_for_an_epoch(engine):
+    """The loss then depends on another tensor that has gradients: an IndexError under ddp with unused parameters."""
+    net = nn.Linear(3, 1)
+    with a_run(engine, "--accumulate", "2", batch_size=2) as run:
+        net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), find_unused_parameters=True)
+        ends = []
+        for epoch in run.epochs(3):
+            net.requires_grad_(epoch != 1)
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    step.backward(F.mse_loss(net(x.requires_grad_()), y))
+                step.update()
+            ends.append(net.weight.detach().clone())
+    assert torch.equal(*ends[:2])
+    assert not torch.equal(*ends[1:])
     assert alike(engine, net)
 
 
