@@ -45,7 +45,7 @@ FIRST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     places = {f"tests/{name}": place for place, name in enumerate(FIRST)}
-    # Of a run that may end before all files had their turn. Not of the suites that its tests start: there, a file may rely on
+    # Of a run that may end before all files had their turn. Not of suites that its tests start: there, a file may rely on
     # those before it. tests/horovod_calls/test_calls.py comes first, while all ranks have made as many calls.
     if seed := os.environ.pop("HVDTRAIN_TEST_ORDER", None):
         names = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))

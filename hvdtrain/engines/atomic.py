@@ -4,6 +4,8 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -81,6 +83,7 @@ def remove_partial(directory: Path, older_than: float = 0.0) -> None:
     """Remove what killed writers have left in `directory`, if it is at least `older_than` seconds old."""
     with contextlib.suppress(OSError):
         for path in list(directory.glob(f".*{PARTIAL}")):
-            # One from the future counts, too: the clock has jumped, and it would stay until then.
-            if abs(time.time() - path.lstat().st_mtime) >= older_than:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # one that this user may not remove leaves the others
+                # One from the future counts, too: the clock has jumped, and it would stay until then.
+                if abs(time.time() - path.lstat().st_mtime) >= older_than:
+                    shutil.rmtree(path) if stat.S_ISDIR(path.lstat().st_mode) else path.unlink()

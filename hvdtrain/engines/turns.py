@@ -15,8 +15,8 @@ from hvdtrain.engines.modules import COUNTER, flatten, kind_of, statistics_of_la
 from hvdtrain.engines.portable import as_row, flattened, unflattened
 
 BufferPlace = tuple[nn.Module, str]  # a layer, and the name of a buffer in it
-Values = dict[BufferPlace, Tensor | None]  # never changed in place
-ABSENT = object()  # a buffer that a layer makes later
+Values = dict[BufferPlace, Any]  # tensors, which are never changed in place, None, or ABSENT
+ABSENT = object()  # a buffer that a layer makes later, or has deleted
 
 
 def put_buffer(place: BufferPlace, value: Any) -> None:
@@ -28,7 +28,11 @@ def put_buffer(place: BufferPlace, value: Any) -> None:
     elif has_kind_of(now, value):
         now.copy_(value)
     else:
-        layer._buffers[name] = value.clone() if isinstance(value, Tensor) else None
+        layer._buffers[name] = copied(value)
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def has_kind_of(one: Any, other: Any) -> bool:
@@ -62,8 +66,9 @@ class BuffersOfRanks:
         named = layer._buffers.items()  # sparse ones, which collectives do not carry, stay as they are
         return [((layer, name), one) for name, one in named if one is None or one.layout is torch.strided]
 
-    def _now(self) -> Iterator[tuple[BufferPlace, Tensor | None]]:
-        return itertools.chain.from_iterable(map(self._of_layer, self._layers))
+    def _now(self) -> Iterator[tuple[BufferPlace, Any]]:
+        yield from itertools.chain.from_iterable(map(self._of_layer, self._layers))
+        yield from [(place, ABSENT) for place in self.common if place[1] not in place[0]._buffers]
 
     @torch.no_grad()
     def enter(self, rank: int) -> None:
@@ -80,7 +85,7 @@ class BuffersOfRanks:
             if place not in own and is_same(common, buffer):
                 continue
             if place not in own or not is_same(own[place], buffer):
-                own[place] = None if buffer is None else buffer.clone()
+                own[place] = copied(buffer)
             put_buffer(place, common)
 
     @torch.no_grad()
@@ -88,7 +93,7 @@ class BuffersOfRanks:
         """Take in what the program has changed since the last turn, for all ranks."""
         for place, buffer in self._now():
             if place not in self.common or not is_same(self.common[place], buffer):
-                self.common[place] = None if buffer is None else buffer.clone()
+                self.common[place] = copied(buffer)
                 for own in self.own.values():
                     own.pop(place, None)
 
@@ -122,14 +127,16 @@ class BuffersOfRanks:
                 self.common[place] = part.clone().view(now.dtype).view(now.shape)
                 put_buffer(place, self.common[place])
 
-    def _share_others(self, of_first: Sequence[tuple[BufferPlace, Tensor | None]]) -> None:
+    def _share_others(self, of_first: Sequence[tuple[BufferPlace, Any]]) -> None:
         """Let every process have these of rank 0, whatever it has in their place. A collective."""
         layers = list(self._layers)
-        packed, row = flattened([[layers.index(layer), name, value] for (layer, name), value in of_first])
-        for number, name, value in unflattened(*self._engine.broadcast_packed(packed, row, "buffers.others")):
+        there = [(layers.index(place[0]), place[1], value is not ABSENT, value) for place, value in of_first]
+        packed, row = flattened([[*head, is_there, value if is_there else None] for *head, is_there, value in there])
+        for number, name, is_there, value in unflattened(*self._engine.broadcast_packed(packed, row, "buffers.others")):
             if 0 not in self.own:
                 place = layers[number], name
-                self.common[place] = None if value is None else value.to(self._engine.device)
+                value = value.to(self._engine.device) if isinstance(value, Tensor) else value
+                self.common[place] = value if is_there else ABSENT
                 put_buffer(place, self.common[place])
 
     def noted(self) -> tuple[Values, dict[int, Values]]:
@@ -168,7 +175,7 @@ class BuffersOfRanks:
             put_buffer(place, value)
 
     def _value(self, rank: int, place: BufferPlace) -> Tensor:
-        value = self.own[rank].get(place, self.common[place])
+        value: Tensor | None = self.own[rank].get(place, self.common[place])
         assert value is not None
         return value
 

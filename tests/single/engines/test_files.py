@@ -36,6 +36,25 @@ def test_whole_or_absent(tmp_path):
     assert path.read_bytes() == b"after"
 
 
+def test_what_killed_writers_have_left_is_removed_beside_what_may_not_be(tmp_path, monkeypatch):
+    """As a file of another user; a directory is of `replacing_several`."""
+    for name in (".a.partial", ".b.partial", ".c.partial", "kept"):
+        (tmp_path / name).touch()
+    (tmp_path / ".d.partial").mkdir()
+    (tmp_path / ".d.partial" / "weights").touch()
+    glob, unlink = Path.glob, Path.unlink
+
+    def refuse(path, **how):
+        if path.name == ".b.partial":
+            raise PermissionError(errno.EACCES, "another user's")
+        unlink(path, **how)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "glob", lambda *asked: sorted(glob(*asked), key=lambda path: path.name != ".b.partial"))
+    atomic.remove_partial(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".b.partial", "kept"]
+
+
 @pytest.mark.parametrize("name", ["a.json", f".a.json.{os.getpid()}"], ids=["the file", "before it has its name"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_link_is_replaced_and_not_followed(name, exists, tmp_path):

@@ -124,6 +124,26 @@ def test_each_rank_keeps_its_buffers_whatever_is_in_them(first, then):
         buffers.share_first()
 
 
+def test_a_buffer_that_a_rank_deletes_is_gone_for_that_rank_alone():
+    model = torch.nn.Module()
+    model.register_buffer("one", torch.ones(1))
+    buffers = turns.BuffersOfRanks(SimpleNamespace(own=(0, 1), processes=SimpleNamespace(size=1)))
+    buffers.watch(model)
+    seen = []
+    for _ in range(3):
+        buffers.begin()
+        for rank in (0, 1):
+            buffers.enter(rank)
+            seen.append("one" in model._buffers)
+            model._buffers.pop("one", None) if rank else None
+            buffers.leave(rank)
+        buffers.share_first()
+    assert seen == [True, True, True, False, True, False]
+    del model.one  # outside of turns: for all
+    buffers.begin()
+    assert [buffers.enter(rank) or "one" in model._buffers for rank in (0, 1)] == [False, False]
+
+
 def train(loss_of=None, model=None, data=(small.X, small.Y), **registered):
     with training.start(small.flags_for("--virtual-ranks", "2")) as run:
         net, _ = run.prepare(model := model or small.network(), torch.optim.SGD(model.parameters(), 0.1))
