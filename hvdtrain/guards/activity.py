@@ -45,7 +45,6 @@ class Activity:
         # The device computes on after a call has returned: a call outside of a collective may wait for a collective there.
         self.asynchronous = False
         self._compiling = 0  # compilations in progress
-        self._hears_of_compilations = False
         self._base = START
         self._inside: list[Phase] = []
 
@@ -121,21 +120,24 @@ class Activity:
     # ---- compilations by torch.compile, which may take minutes at the first step and at each new shape
 
     def hear_of_compilations(self) -> None:
-        """Register for them once torch._dynamo is imported: call this repeatedly."""
+        """Register for them, once torch._dynamo is imported and after each reset of it: call this repeatedly."""
         # Looked up, not imported: to import torch._dynamo takes seconds.
         handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-        if self._hears_of_compilations or not hasattr(handler, "register_start_callback"):
+        known = getattr(handler, "start_callbacks", None)
+        if known is None or self.begin_compilation in known:
             return
-        self._hears_of_compilations = True
-        handler.register_start_callback(lambda *_: self.begin_compilation())
-        handler.register_end_callback(lambda *_: self.end_compilation())
+        # One that has begun since then. PyTorch 2.3 does not count them.
+        if getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0):
+            self.begin_compilation()
+        handler.register_start_callback(self.begin_compilation)
+        handler.register_end_callback(self.end_compilation)
 
-    def begin_compilation(self) -> None:
+    def begin_compilation(self, *_: object) -> None:
         """Report the beginning of a compilation."""
         self._compiling += 1
         self.moves += 1
 
-    def end_compilation(self) -> None:
+    def end_compilation(self, *_: object) -> None:
         """Report the end of a compilation."""
         self._compiling = max(0, self._compiling - 1)  # it may have begun before the callback was registered
         self.moves += 1

@@ -31,6 +31,22 @@ def test_a_compilation_is_a_phase_of_its_own_at_each_new_shape():
     assert seen == ["compilation", "step", "compilation", "step", "step"]
 
 
+def test_compilations_are_heard_of_after_a_reset_of_the_compiler():
+    """Which removes the callbacks of all others. One may have begun before the watch looks again."""
+    activity, seen = Activity(), []
+
+    def backend(graph, example):
+        activity.hear_of_compilations()
+        seen.append(activity.phase.name)
+        return graph.forward
+
+    for _ in range(3):
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
+        seen.append(activity.phase.name)
+        torch._dynamo.reset()
+    assert seen == ["compilation", "start-up"] * 3
+
+
 def test_the_phases_of_two_epochs_in_their_order():
     activity, seen = Activity(), []
 
