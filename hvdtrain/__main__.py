@@ -3,6 +3,7 @@
 Before the command, it imports nothing but what `python -m` imports, too: it starts as fast as the module.
 """
 
+import contextlib
 import runpy
 import sys
 from pathlib import Path
@@ -102,6 +103,8 @@ def main() -> int:
     words = sys.argv[1:] or ["--help"]
     if any(words[0] in names for names in by_purpose().values()):
         del sys.argv[0]
+        with contextlib.suppress(OSError):  # it was removed: the command says so
+            sys.path[0] = sys.path[0] if sys.flags.safe_path else str(Path.cwd())  # as by `python -m`
         runpy.run_module(f"hvdtrain.{words[0]}", run_name="__main__", alter_sys=True)
         return 0
     from hvdtrain import __version__

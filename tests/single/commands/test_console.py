@@ -61,6 +61,15 @@ def test_it_does_what_the_module_does(tmp_path):
     assert results[0].returncode == 2
 
 
+@pytest.mark.skipif(not SCRIPT.exists(), reason="an environment that was set up before there was a script")
+@pytest.mark.parametrize("name", ["starter", "tuned"])
+def test_a_module_of_the_working_directory_is_found(name, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("print('runs')")
+    monkeypatch.chdir(tmp_path)
+    done = run(SCRIPT, name, "-m", "mine")
+    assert (done.returncode, done.stdout) == (0, "runs\n"), done
+
+
 def test_it_starts_as_fast_as_the_module():
     """Nothing is imported for it that `python -m` does not import, but its own file."""
     shows = "import sys; before = set(sys.modules); {}; print(*sorted(set(sys.modules) - before))"
