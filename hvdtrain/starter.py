@@ -26,7 +26,7 @@ from pathlib import Path
 from hvdtrain.cli import Parser, non_negative, port, positive, positive_int
 from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.engines.launchers import GLOO_ALONE, Announced, announced, bound_by_default
-from hvdtrain.launching import import_timeout, run_script
+from hvdtrain.launching import import_timeout, run_script, startup
 from hvdtrain.launching.exit_codes import run_command
 from hvdtrain.launching.meeting import Meeting
 from hvdtrain.launching.rendezvous import job_secret, meeting_point
@@ -138,7 +138,10 @@ def start_ranks() -> int:
     if options.local_ranks is not None:
         return start_all(options, place, words)
     import_timeout.limit_import()
-    run_script.run_program(start_one(options, place, words))
+    startup.hear_signals()
+    program = start_one(options, place, words)
+    startup.leave_signals()
+    run_script.run_program(program)
     return 0
 
 

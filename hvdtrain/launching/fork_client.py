@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
-from hvdtrain.launching import import_timeout
+from hvdtrain.launching import import_timeout, startup
 
 FORK_SERVER_VARIABLE = "HVDTRAIN_FORK_SERVER"  # the forker's name, an abstract Unix socket
 HANDED_ON = (
@@ -57,6 +57,7 @@ def send(forker: socket.socket, asked: Request, streams: tuple[int, int, int] = 
 def main() -> NoReturn:
     """Run the client, or become the rank if there is no forker."""
     import_timeout.report_start()
+    startup.hear_signals()  # until there is a rank, as the imports of one without a forker do
     words = sys.argv[1:]
     name = os.environ.pop(FORK_SERVER_VARIABLE, None)
     # PMI_FD: the launchers of MPICH and Intel MPI use a file descriptor that only a child process inherits.

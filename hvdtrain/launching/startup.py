@@ -13,7 +13,7 @@ from types import FrameType
 
 from hvdtrain.launching import import_timeout
 
-# Signals that end the imports in one line, with this exit code. SIGUSR1 asks a run to save and stop.
+# Signals that end what comes before training in one line, with this exit code. SIGUSR1 asks a run to save and stop.
 EXIT_CODE_OF_SIGNAL = {signal.SIGINT: 130, signal.SIGUSR1: 75}
 paused = False  # whether `begin` has disabled the garbage collector
 
@@ -24,9 +24,7 @@ def begin() -> None:
     open_standard_streams()
     require_directory()
     import_timeout.report_start()
-    for number in EXIT_CODE_OF_SIGNAL:
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, end_imports)
+    hear_signals()
     if "torch" not in sys.modules:
         # Garbage collection would take a sixth of the time of the imports and free nothing (docs/evidence/tuning.md).
         paused = gc.isenabled()
@@ -48,19 +46,29 @@ def require_directory() -> None:
         exit_codes.end_with(errors.UserError(message, everywhere=True))
 
 
-def end_imports(number: int, frame: FrameType | None) -> None:
-    """The handler of a signal during the imports, of which a traceback would say nothing."""
-    message = f"hvdtrain: {signal.Signals(number).name} while Python imports, before training: nothing to save\n"
-    os.write(2, message.encode())
+def hear_signals() -> None:
+    """Let these signals end the process in one line, until `leave_signals`: a traceback of the imports would say nothing."""
+    for number in EXIT_CODE_OF_SIGNAL:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end)
+
+
+def leave_signals() -> None:
+    """Let these signals do again what they do in Python."""
+    for number in EXIT_CODE_OF_SIGNAL:
+        if signal.getsignal(number) == _end:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"hvdtrain: {signal.Signals(number).name} before training: nothing to save\n".encode())
     os._exit(EXIT_CODE_OF_SIGNAL[signal.Signals(number)])
 
 
 def end_of_imports() -> None:
     """Enable the garbage collector again, if `begin` has disabled it, and keep it from examining what is imported by now."""
     global paused
-    for number in EXIT_CODE_OF_SIGNAL:
-        if signal.getsignal(number) == end_imports:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    leave_signals()
     # What is imported stays until the end. Without this, a last collection over torch's objects takes 0.6 s of CPU time
     # (docs/evidence/tuning.md).
     freeze()

@@ -169,3 +169,18 @@ def test_a_server_that_does_not_answer_is_done_without(tmp_path):
             env=environment(**{FORK_SERVER_VARIABLE: name, "HVDTRAIN_START_TIMEOUT": "0.2"}), stdin=subprocess.DEVNULL,
         )  # fmt: skip
     assert done.returncode == 9
+
+
+def test_a_signal_before_there_is_a_rank_ends_the_client_as_the_imports_of_one_would(tmp_path):
+    name = f"hvdtrain-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(f"\0{name}")
+        silent.listen()
+        client = subprocess.Popen(
+            [sys.executable, "-m", "hvdtrain.launching.fork_client", "script.py"], cwd=ROOT, stderr=subprocess.PIPE,
+            env=environment(**{FORK_SERVER_VARIABLE: name}), text=True,
+        )  # fmt: skip
+        with client, silent.accept()[0]:
+            client.send_signal(signal.SIGUSR1)
+            assert client.stderr.read() == "hvdtrain: SIGUSR1 before training: nothing to save\n"
+    assert client.returncode == 75

@@ -516,6 +516,14 @@ def test_a_signal_during_the_meeting_leaves_nothing(start):
         run = start(SLEEP, **host(0, 2, free_port()))
         assert "waiting for 1 of 2" in run.process.stderr.readline()
         assert run.send(number).ends()[0] == code
+        with contextlib.ExitStack() as stack:  # a process per rank
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            words, env = f"{PYTHON} -m hvdtrain.starter none.py", host(1, 2, first.getsockname()[1])
+            alone, _ = stack.enter_context(running(words, env=env, stderr=subprocess.PIPE))
+            first.accept()
+            alone.send_signal(number)
+            assert alone.stderr.read() == f"hvdtrain: {number.name} before training: nothing to save\n"
+            assert alone.wait() == code
 
 
 def test_the_third_request_is_the_last(start):

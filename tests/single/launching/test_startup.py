@@ -128,7 +128,7 @@ def test_a_signal_during_the_imports_ends_them_in_one_line(number, code, tmp_pat
         text=True, timeout=60, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     assert done.returncode == code, done
-    assert done.stderr == f"hvdtrain: {number.name} while Python imports, before training: nothing to save\n"
+    assert done.stderr == f"hvdtrain: {number.name} before training: nothing to save\n"
 
 
 @pytest.mark.parametrize("asked", [True, False])
