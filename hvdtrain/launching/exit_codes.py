@@ -65,7 +65,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if (meant := of_python(error)) is None:
             raise
         end_with(meant)
-    except (RuntimeError, ValueError, AssertionError, argparse.ArgumentError) as error:
+    except (RuntimeError, ValueError, AssertionError, OSError, argparse.ArgumentError) as error:
         if (with_remedy := of_the_user(str(error))) is None:
             raise
         end_with(with_remedy)
@@ -137,6 +137,8 @@ def of_the_user(message: str) -> UserError | Failure | None:
     if "can't start new thread" in message:
         remedy = "end some, raise `ulimit -u`, or use fewer ranks"
         return UserError(f"this user may have no more processes and threads: {remedy}")
+    if "Too many open files" in message:
+        return UserError("this process may open no more files: raise `ulimit -n`, or use fewer ranks of a host")
     if "unable to allocate shared memory" in message or "out of shared memory" in message:  # of DataLoader workers
         remedy = (
             "make it larger (docker run --shm-size 8g; Kubernetes: emptyDir with medium: Memory), or use fewer workers"

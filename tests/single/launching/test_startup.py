@@ -1,5 +1,6 @@
 """What commands do before they import torch, and that `import hvdtrain` does none of it."""
 
+import errno
 import gc
 import os
 import shlex
@@ -147,6 +148,15 @@ def test_a_second_ctrl_c_once_the_run_is_saved_is_no_traceback(asked, moment, tm
     done = python(tmp_path, "-c", program)
     assert ("KeyboardInterrupt" in done.stderr) == (not asked), done
     assert done.returncode == {"main": 130 if asked else -2, "exit": -2 if asked else 75}[moment], done
+
+
+def test_a_process_that_may_open_no_more_files_says_so_in_one_line(capfd):
+    def main() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with pytest.raises(SystemExit, match="2"):
+        exit_codes.run_command(main)
+    assert "error: this process may open no more files: raise `ulimit -n`" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
