@@ -12,8 +12,8 @@ options_help='
   --cycle-ms N        milliseconds between two cycles of Horovod
   --timeline FILE     write the timeline of every tensor (chrome://tracing)
   --autotune FILE     let Horovod search for fusion and cycle time, and log its trials
-  --restarts N        restart after a failure, up to N times, after 1, 2, 4, ... 60 s; the program continues from the newest
-                      checkpoint in its --output-dir. Gives up after two failures in a row without a new checkpoint
+  --restarts N        restart after a failure, up to N times; the program continues from the newest checkpoint in its
+                      --output-dir. Gives up after two failures in a row without a new checkpoint
   --min-np N          with --restarts: if hosts do not answer, continue with at least this many ranks (default: all)
   --start-timeout N   seconds until the job must have started: ssh on each host; Python, with --restarts; importing torch
                       in programs that import hvdtrain first (default: 600; 0: no limit)

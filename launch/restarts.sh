@@ -4,7 +4,6 @@
 # Exit codes that are not retried: done, bad input, target not reached, stopped on request or by a signal.
 final='^(0|2|3|75|129|130|143)$'
 end_seconds=10 # between SIGTERM and SIGKILL for a job that has not started
-most_pause=60 # seconds between two tries without progress, after 1, 2, 4, ...
 
 read_program() { # sets `checkpoints`, the directory or nothing, and `resume`, from the arguments of the program
     local i
@@ -126,8 +125,10 @@ end_job() { # PID: SIGTERM, then SIGKILL
 }
 
 run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restarts and --min-np
-    local tries=0 pause=1 code before after now_ranks=$ranks child where started stopped=0 start_pipe late
+    local tries=0 code before after now_ranks=$ranks child where started stopped=0 start_pipe late
     local checkpoints resume earlier from
+    local unstarted='say "asked to stop while no attempt runs: nothing to save"; exit 75'
+    trap "$unstarted" USR1
     answering=$hosts answering_slots=$slots
     read_program
     earlier=$(identity)
@@ -159,7 +160,8 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
         while ! ((late)) && kill -0 "$child" 2>/dev/null; do wait "$child" || :; done # a signal ends `wait`, not the job
         code=0
         if ((late)); then code=1; else wait "$child" || code=$?; fi # bash remembers it
-        trap - TERM HUP USR1 INT
+        trap - TERM HUP INT
+        trap "$unstarted" USR1
         [[ ! $code =~ $final ]] || return "$code"
         ((!stopped)) || { say "exit code $code; asked to stop: not started again" && return "$code"; }
         after=$(newest_checkpoint)
@@ -179,14 +181,8 @@ run_again_and_again() { # OPTIONS...: of this wrapper, without -np, -H, --restar
                 from=$resume
             fi
         fi
-        if [[ $before != "$after" ]]; then # the job has made progress: restart without a pause
-            pause=1
-            say "exit code $code; starting again, restart $tries of $restarts, from $from"
-        else
-            say "exit code $code; starting again in $pause s, restart $tries of $restarts, from $from"
-            sleep "$pause"
-            pause=$((pause * 2 < most_pause ? pause * 2 : most_pause))
-        fi
+        say "exit code $code; starting again, restart $tries of $restarts, from $from"
+        [[ $before != "$after" ]] || sleep 1 # without progress, what failed has a moment
         hosts_that_answer
         now_ranks=$((ranks < answering_slots ? ranks : answering_slots))
         ((now_ranks >= ${min_ranks:-$ranks})) || {

@@ -79,7 +79,7 @@ BUDGETS = {
     "hvdtrain/integrations": 40,
     # With calls that Python refuses, and an output directory that is None.
     # And Ctrl-C after a stop, what is left of a program for DDP.
-    "hvdtrain/launching": 2409,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
+    "hvdtrain/launching": 2411,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
     # With --virtual-ranks, a `break`, the number of batches of an evaluation, an output directory that is a text.
     # And lists of rows, calls with a remedy.
     # And a stop that a program catches, test sets that differ between ranks.
@@ -119,7 +119,7 @@ BUDGETS = {
     "tests/chaos": 1640,
     "tests/device": 660,
     # And how a step ended while Slurm's script heard a signal.
-    "tests/e2e": 6908,  # with lines of pages, a stop under Slurm, trainers of others, virtual ranks, a killed script
+    "tests/e2e": 6927,  # with lines of pages, a stop under Slurm, trainers of others, virtual ranks, a killed script
     "tests/foreign": 160,
     "tests/golden": 390,  # decodes what each rank has of its own in a checkpoint and --virtual-ranks
     "tests/gpu": 910,  # with a script that goes on, Horovod's sums three ways, GPT-2, what is fused of it
@@ -162,7 +162,7 @@ BUDGETS = {
     # And a stop in an evaluation after the loop, the best checkpoint of a run that trains.
     # And a second loop within an epoch, loops that are left after the last batch.
     # And parameters of virtual ranks that are empty, or frozen whole.
-    "tests/single": 27503,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27513,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.e2e.launch.test_wrappers import wrapper
+from tests.e2e.launch.test_wrappers import program, wrapper
 from tests.e2e.launchers import (
     PYTHON,
     ROOT,
@@ -80,7 +80,7 @@ def test_a_restart_continues_what_the_job_has_written_also_if_it_was_to_start_ov
     assert done.code == 0, done
     assert (tmp_path / "out" / "attempts").read_text().split() == [resume, resume, "auto"]
     begins = "the beginning" if resume == "never" else resume
-    assert f"starting again in 1 s, restart 1 of 3, from {begins}\n" in done.stderr
+    assert f"starting again, restart 1 of 3, from {begins}\n" in done.stderr
     assert "starting again, restart 2 of 3, from step-00000006.safetensors\n" in done.stderr
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_failure_is_not_started_again(code, tmp_path):
 
 def test_it_gives_up_without_progress(tmp_path):
     done, tries = ends(tmp_path, "1:none", "1:none")
-    assert "exit code 1; starting again in 1 s, restart 1 of 3, from the beginning" in done.stderr
+    assert "exit code 1; starting again, restart 1 of 3, from the beginning" in done.stderr
     done, tries = ends(tmp_path / "other", "1:new", "1:none")
     assert (done.code, tries) == (1, 2), done
     assert (
@@ -222,3 +222,13 @@ def test_a_stop_signal_reaches_the_ranks_and_is_not_a_failure(number, tmp_path):
         assert process.returncode == 75, output
         assert len(events(tmp_path, "stop")) == 1
         assert remaining(job) == []
+
+
+def test_a_stop_between_two_attempts_is_one_too(tmp_path):
+    program(tmp_path / "mpirun", """case $1 in --version) echo 'mpirun (Open MPI) 4.1.8' && exit ;; esac
+        echo started && { sleep 0.5; kill -USR1 ${HVDTRAIN_START_PIPE%% *}; } >/dev/null 2>&1 &
+        exit 1""")  # fmt: skip
+    env = environment() | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = wrapper("mpirun", "-np", "1", "--restarts", "3", "true", env=env)
+    assert (done.code, done.stdout) == (75, "started\n"), done
+    assert done.stderr.endswith("mpirun.sh: asked to stop while no attempt runs: nothing to save\n")

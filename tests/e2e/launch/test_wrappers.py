@@ -471,6 +471,16 @@ def test_slurms_script_starts_a_job_again_as_long_as_checkpoints_come(tmp_path):
             (tmp_path / "said").unlink()
 
 
+def test_slurms_script_is_asked_to_stop_before_there_is_a_step(tmp_path):
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    (tmp_path / "slurm.sbatch").write_text(text.replace("\nmodules=''", "\nmodules='slow'"))
+    program(tmp_path / "module", "kill -USR1 $PPID")
+    program(tmp_path / "scontrol", 'echo "$*"')
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", tmp_path / "slurm.sbatch"], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "requeue 7\n", "")
+
+
 def test_slurms_script_knows_how_a_step_ended_while_it_heard_a_signal(tmp_path):
     """Slurm's commands may take seconds."""
     venv = tmp_path / "hvdtrain" / ".venv" / "bin"
