@@ -14,8 +14,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from hvdtrain.program.reached import HOOK, GeneratorMark, Reading
+from hvdtrain.program.computed import computed_once_from, is_overwritten
+from hvdtrain.program.reached import HOOK, GeneratorMark, Reading, is_plain
 from hvdtrain.program.shown import only_decides_prints, only_sets_keys
+from hvdtrain.program.source import syntax_of
 from hvdtrain.program.uses import (
     OF_ALL_NAMES,
     OF_ATTRIBUTES,
@@ -114,6 +116,8 @@ class Loops:
         if isinstance(leaf.mark, GeneratorMark) and self._is_seeded_anew(owner):
             return False
         if owner is not None and not self._is_kept_by(owner, attribute):
+            return False
+        if owner is None and (syntax := syntax_of(self.code)) is not None and is_overwritten(syntax[1], variable):
             return False
         here = owner is None or self._is_here(owner)
         if here and only_decides_prints(self.code, variable if owner is None else attribute):
@@ -285,6 +289,15 @@ class Loops:
         having = [one for one in codes if variable in one.co_names + one.co_freevars]
         hooked = any(HOOKING.match(name) for name in self.code.co_names)
         return hooked and bool(having) and all(one is self.code or only_sets(one, variable) for one in having)
+
+    def is_computed_once(self, name: str, owner: object) -> bool:
+        """Return whether what was empty is computed from what does not change, in the file of the loop."""
+        tree, _ = syntax_of(self.code) or (None, None)
+        last = name.removeprefix(THE_GLOBAL).rpartition(".")[2]
+        if tree is None or not (owner is None or self._is_here(owner)):
+            return False
+        read = computed_once_from(tree, last)
+        return read is not None and all(is_plain(getattr(owner, one, None)) for one in read - {last})
 
     def is_cache(self, name: str) -> bool:
         """Return whether each function that has this name of a module or a class looks first whether a key is there."""

@@ -258,11 +258,14 @@ class Carried:
         """Return whether something was empty, as what the first epoch computes once: an attribute of a layer, which was
         None, or a dictionary of a module or a class. Such a dictionary may also grow, if only what is not in it is added."""
         before, variable = self._first[name], variable_of(name)
-        if before is None:
-            return isinstance(now.owner, nn.Module)
+        kept = before in (None, (0,))
+        if isinstance(before, tuple) and isinstance(now.mark, tuple):
+            kept = now.mark[1 : len(before)] == before[1:]
+        of_layer = before is None and isinstance(now.owner, nn.Module)
+        if of_layer or (kept and self.loops.is_computed_once(name, now.owner)):
+            return True
         if variable in self._code.co_varnames + self._code.co_cellvars or not isinstance(before, tuple):
             return False
-        kept = isinstance(now.mark, tuple) and now.mark[1 : len(before)] == before[1:]
         return before == (0,) or (kept and self.loops.is_cache(name.removeprefix(THE_GLOBAL)))
 
     def _warn(self, lost: Sequence[str], code: CodeType, remedy: str = KEEP_IT, message: str = CARRIED_ON) -> None:

@@ -5,19 +5,31 @@ Of an attribute, the name begins with a dot: whose it is, the source does not sa
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 
-from hvdtrain.program.source import all_statements, called, name_read, names_stored, values_of
+from hvdtrain.program.source import all_statements, assigned, called, functions_of, name_read, names_stored, values_of
 from hvdtrain.program.uses import EMPTYING
 
 FILLING = frozenset(
     {"add", "append", "appendleft", "extend", "insert", "pop", "put", "setdefault", "update"}
 )  # of collections
+# In names of what a resumed run would compute otherwise.
+ANOTHER = re.compile("rand|shuffle|perm|sample|normal|choice|multinomial|bernoulli|uniform|seed|time|now|clock|next")
+
+
+def attributes_within(part: ast.AST) -> list[ast.Attribute]:
+    return [one for one in ast.walk(part) if isinstance(one, ast.Attribute)]
+
+
+def is_empty(value: ast.expr) -> bool:
+    """Return whether an expression is None, or an empty collection."""
+    return ast.unparse(value) in ("None", "[]", "{}", "()", "dict()", "list()", "set()")
 
 
 def names_within(part: ast.AST) -> frozenset[str]:
     """Return the variables and attributes in a part of a file."""
-    of_attributes = {f".{one.attr}" for one in ast.walk(part) if isinstance(one, ast.Attribute)}
+    of_attributes = {f".{one.attr}" for one in attributes_within(part)}
     return frozenset(of_attributes | {one.id for one in ast.walk(part) if isinstance(one, ast.Name)})
 
 
@@ -84,12 +96,44 @@ def is_asked_again(function: ast.AST, name: str) -> bool:
     return constant and any(name in names_stored(one) for one in asking)
 
 
+@functools.cache
+def computed_once_from(tree: ast.Module, name: str) -> frozenset[str] | None:
+    """Return the attributes from which a file computes a variable or an attribute that was empty, or a key in it, if it does
+    so from the key, constants of the file, and libraries alone: a resumed run computes the same. None: from others."""
+    parts = [one for one in ast.walk(tree) if isinstance(one, ast.Global | ast.arg | ast.FunctionDef)]
+    others = {word for one in parts for word in getattr(one, "names", ())}
+    others |= {word for word in names_stored(tree) if not word.isupper()}
+    others |= {one.arg for one in parts if isinstance(one, ast.arg)} - {"self", "cls"}
+    others |= {word for one in parts if isinstance(one, ast.FunctionDef) for word in (one.name, f".{one.name}")}
+    changing = [function for function in functions_of(tree) if function.name != "__init__"]
+    others |= {f".{x.attr}" for one in changing for target, _ in assigned(one) for x in attributes_within(target)}
+    if any(one.attr in FILLING and name_read(one.value) == name for one in attributes_within(tree)):
+        return None
+    found = frozenset[str]()
+    # Also what decides whether it is set, such as `if key not in held`.
+    for part in (tree, *(one for one in ast.walk(tree) if isinstance(one, ast.If | ast.While))):
+        for target, value in assigned(part):
+            whole, key = (target.value, target.slice) if isinstance(target, ast.Subscript) else (target, ast.Tuple([]))
+            if name in (getattr(whole, "id", None), getattr(whole, "attr", None)) and not is_empty(value):
+                read = names_within(getattr(part, "test", value)) - names_within(key) - names_stored(value)
+                read -= {name, f".{name}"} if part is not tree else set()
+                if read & (others | {name, f".{name}"}) or any(map(ANOTHER.search, read)):
+                    return None
+                found |= read
+    return frozenset(one.removeprefix(".") for one in found) or None
+
+
 def is_overwritten(function: ast.AST, name: str) -> bool:
     """Return whether the rows of a batch are set in an array that is as long as the longest: `NAME[:n].copy_(x)`."""
     for node in all_statements(function):
         match node:
             case ast.Assign([ast.Subscript(ast.Name(whole), ast.Slice(lower=None))]) if whole == name:
                 return True
+            case ast.Assign([ast.Name(part)], ast.Subscript(ast.Name(whole), ast.Slice(lower=None))) if whole == name:
+                filled = tuple(f"{part}.{method}(" for method in EMPTYING)
+                texts = [ast.unparse(one) for one in all_statements(function) if isinstance(one, ast.Expr)]
+                if any(text.startswith(filled) for text in texts):
+                    return True
             case (
                 ast.Expr(ast.Call(ast.Attribute(ast.Subscript(ast.Name(whole), ast.Slice(lower=None)), method)))
                 | ast.Assign(

@@ -7,6 +7,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def look_at(
     return items
 
 
-def means_in(loss: Tensor, samples: int) -> Iterator[tuple[float, str]]:
+def means_in(loss: Tensor | SimpleNamespace, samples: int) -> Iterator[tuple[float, str]]:
     """Yield over how many items the terms of a loss are means; and in words over which, if the data choose them."""
     for node, _ in nodes_of_loss(loss, SUM_NODES):
         kind, inner = type(node).__name__, next(iter(node.next_functions), (None,))[0]
@@ -128,7 +129,7 @@ def require_unscaled(loss: Tensor) -> None:
         raise UserError(f"{message}: leave the scaler out, --amp fp16 has its own")
 
 
-def nodes_of_loss(loss: Tensor, passed: tuple[str, ...]) -> Iterator[tuple[Any, float]]:
+def nodes_of_loss(loss: Tensor | SimpleNamespace, passed: tuple[str, ...]) -> Iterator[tuple[Any, float]]:
     """Yield the nodes of the graph from which a loss is computed by nodes of these kinds alone, with their factors in it."""
     waiting, seen = [(loss.grad_fn, 1.0)], 0
     while waiting and seen < MOST_NODES:
@@ -208,7 +209,9 @@ def is_sum_over(loss: Tensor, samples: int) -> bool:
     for node, factor in nodes_of_loss(loss, UNDIVIDED_NODES):
         sizes = getattr(node, "_saved_self_sym_sizes", ())
         whole = type(node).__name__ == "SumBackward0" and node is root_of_loss(loss) and list(sizes[:1]) == [samples]
-        if (whole and not is_weighted(node)) or getattr(node, "_saved_reduction", MEAN) == SUM:
+        if (whole and not is_weighted(node) and not is_of_tasks(node, samples)) or getattr(
+            node, "_saved_reduction", MEAN
+        ) == SUM:
             return samples > 1 and abs(factor) * samples > 1.5
     return False
 
@@ -229,6 +232,14 @@ def is_weighted(node: Any) -> bool:
     """Return whether a sum is of products with weights that add up to 1."""
     weights = factors_in(node)
     return weights is not None and math.isclose(float(weights.sum()), 1.0, rel_tol=1e-3)
+
+
+def is_of_tasks(node: Any, samples: int) -> bool:
+    """Return whether a sum is of losses that were stacked, each of which is a mean over the samples: of as many tasks."""
+    nodes = nodes_of_loss(SimpleNamespace(grad_fn=node), ("SumBackward0", "MulBackward0"))
+    parts = [part for one, _ in nodes if type(one).__name__ == "StackBackward0" for part, _ in one.next_functions]
+    means = [[items for items, _ in means_in(SimpleNamespace(grad_fn=part), samples)] for part in parts]
+    return bool(means) and all(any(number % samples == 0 for number in items) for items in means)
 
 
 def mask_of(node: Any) -> float:

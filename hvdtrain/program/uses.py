@@ -18,6 +18,7 @@ ENDS = ("RETURN", "RAISE", "RERAISE")
 # Methods that set all that is in a value.
 EMPTYING = {"clear", "fill", "fill_", "zero_", "reset", "load_state_dict", "copy_", "resize_", "resize_as_"}
 EMPTYING |= {"normal_", "uniform_", "random_", "bernoulli_"}
+OF_PARTS = ("values", "parameters", "buffers")  # methods, of which a loop takes what is in a value
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
 SHOWN = 3  # names in a line
 OF_ALL_NAMES = {"vars", "__dict__", "asdict", "astuple"}  # these read all attributes
@@ -39,9 +40,19 @@ def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
     return [verb for verb, which in zip(verbs, names, strict=False) if which == name]
 
 
-def is_emptied(following: list[dis.Instruction]) -> bool:
+def is_emptied(following: list[dis.Instruction], constants: tuple[object, ...]) -> bool:
     """Return whether these instructions, after a value is loaded, set all that is in it: `value.clear()`, `value[:] = 0`;
-    or all of a part: `value[0][:] = 0`."""
+    or all of a part: `value[0][:] = 0`; or of each: `for one in value: one.zero_()`. Also by `out=value`, as the last one.
+    """
+    if following and following[0].opname in ("KW_NAMES", "LOAD_CONST"):  # in Python 3.11, the first has no argval
+        words = constants[following[0].arg or 0]
+        if isinstance(words, tuple) and words[-1:] == ("out",):
+            return True
+    loop = next((place for place, one in enumerate(following) if one.opname == "FOR_ITER"), len(following))
+    if {one.argval for one in following[:loop]} <= {*OF_PARTS, None, 0} and len(following) > loop + 3:
+        one, *others = following[loop + 1 : loop + 4]  # of some versions, STORE_FAST_LOAD_FAST
+        pair = one.argval if isinstance(one.argval, tuple) else (one.argval, others.pop(0).argval)
+        return len({*pair}) == 1 and others[0].argval in EMPTYING
     if len(following) > 2 and (following[1].opname == "BINARY_SUBSCR" or following[1].argrepr == "[]"):
         following = following[2:]
     if following and following[0].argval in EMPTYING:
@@ -92,7 +103,7 @@ def first_uses(
         uses += ["LOAD"] if inner and name in inner.co_names else []
         if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
             uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []
-        if uses == ["LOAD"] and emptied and is_emptied(lines[place + 1 : place + 7]):
+        if uses == ["LOAD"] and emptied and is_emptied(lines[place + 1 : place + 12], code.co_consts):
             uses = ["STORE"]
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")

@@ -58,6 +58,17 @@ def worse():
     bad += 1
 def remember(value, seen={}):
     seen[len(seen)] = value
+class Lazy:
+    def __init__(self):
+        self.size, self.table, self.by_size = 3, None, {}
+    def rows(self):
+        if self.table is None:
+            self.table = torch.arange(self.size)
+        return self.table
+    def at(self, size):
+        if size not in self.by_size:
+            self.by_size[size] = torch.ones(size * self.size)
+        return self.by_size[size]
 def main(run, net, optimizer, data):
     model, _ = run.prepare(net, optimizer)
 BEFORE
@@ -533,6 +544,17 @@ KEPT = {
     "freed": (
         "held = Meter()\ngone = weakref.ref(held)", "held = Meter()", "held.add(value)", "if gone() is not None:\n    1 / 0",
     ),
+    "computed once": (
+        "lazy, table = Lazy(), None", "",
+        "if table is None:\n    table = torch.arange(3.0)\nprint(table, lazy.rows(), lazy.at(3))", "",
+    ),
+    "each part": (
+        "sums = {'a': torch.zeros(1)}", "",
+        "for one in sums.values():\n    one.zero_()\nsums['a'] += value\nprint(sums)", "",
+    ),
+    "out": ("product = torch.empty(8, 3)", "", "torch.mul(x, 2, out=product)\nprint(product.sum())", ""),
+    "rows of the longest": ("noise = torch.zeros(9, 3)", "", "noise[: len(x)].uniform_()\nprint(noise[: len(x)].sum())", ""),
+    "rows by another name": ("noise = torch.zeros(9, 3)", "", "some = noise[: len(x)]\nsome.uniform_()\nprint(some)", ""),
     "in a comprehension": ("for k in [1]:\n    pass", "", "for k in range(3):\n    [j for j in X if j is not k]", ""),
     "numbers": ("for k in range(3):\n    pass", "for k in range(2 + epoch):\n    print(k)", "", ""),
 }  # fmt: skip
@@ -553,6 +575,7 @@ TABLES = [
     "MEMORIES",
     "RECUR",
     "TRAIN",
+    "FIRST",
 ]  # no part of a program
 
 
@@ -662,6 +685,22 @@ def test_a_variable_that_a_program_carries_on_is_said_once(name, tmp_path, capsy
     names = [one for line in lines for one in line.removeprefix("warning: ").partition(" of main() ")[0].split(", ")]
     assert len(names) == len(set(names))
     assert lines[0].startswith(f"warning: {what} of main() is carried on from step to step or epoch to epoch, and no")
+
+
+FIRST = {  # of a step, as it is computed once; before the loop: None, or a dictionary
+    "once": "if once is None:\n    once = x.mean()",
+    "drawn": "if drawn is None:\n    drawn = torch.rand(3)",
+    "far": "print(far)\nif value < 9:\n    far = torch.ones(3)",
+    "copied": "if copied is None:\n    copied = [p.detach().clone() for p in net.parameters()]",
+    "known": "if step.number % 3 not in known:\n    known[step.number % 3] = value",
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_what_is_computed_once_from_what_a_resumed_run_has_otherwise_is_said(name, tmp_path, capsys):
+    begins = f"{name} = {'{}' if name == 'known' else None}"
+    trained(tmp_path, nn.Linear(3, 1), begins, "", f"{FIRST[name]}\nprint({name})", file=tmp_path / "program.py")
+    assert f"warning: {name} of main() is carried on" in capsys.readouterr().out
 
 
 BEST = "if value < 9 + epoch:\n    held = copy.deepcopy(net.state_dict())"

@@ -41,6 +41,8 @@ NOT_SAID = {
     ),
     "a sum by its dimensions and samples": ("((model(x) - 1) ** 2).sum() / 10 / len(x)", "LABELS"),
     "a sum by a number of its own": ("(model(x).abs().mean(1) * 2.0).sum() / (len(x) * 0.625)", "LABELS"),
+    # As many as a micro-batch has samples.
+    "losses of tasks": ("torch.stack([F.cross_entropy(model(x) * k, y.clamp(0)) for k in range(8)]).sum()", "LABELS"),
     "half of two losses": ("(model(x).mean() + F.cross_entropy(model(x), y.clamp(0))) / 2", "LABELS"),
 }
 
@@ -116,8 +118,12 @@ def test_a_step_in_which_nothing_was_found_may_be_skipped(capsys):
     assert "warning: step 2: step.backward(count=...) was 0 or less over all ranks" in capsys.readouterr().out
 
 
-def test_a_sum_over_samples_is_to_be_divided(capsys):
-    run(FORM | dict(loss='F.mse_loss(model(x)[:, 0], y.float(), reduction="sum")', data="X, LABELS"))
+@pytest.mark.parametrize("loss", [
+    'F.mse_loss(model(x)[:, 0], y.float(), reduction="sum")',
+    "torch.stack([F.cross_entropy(model(x[k:k + 1]), y[k:k + 1].clamp(0)) for k in range(8)]).sum()",
+])  # fmt: skip
+def test_a_sum_over_samples_is_to_be_divided(loss, capsys):
+    run(FORM | dict(loss=loss, data="X, LABELS"))
     (line,) = re.findall("warning: the loss .*", capsys.readouterr().out)
     remedy = "divide it by their number in the micro-batch, such as loss / len(labels)"
     assert line == f"warning: the loss is a sum over the samples, and not their mean: {remedy}"
