@@ -73,8 +73,8 @@ def run_job(arguments: Sequence[str], seconds: float, log: Path) -> int | None:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # Ctrl-C and SIGTERM wait until the clean-up is done: they neither interrupt it nor get lost.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            # These wait until the clean-up is done: they neither interrupt it nor get lost.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
             try:
                 end(process, job)
             finally:

@@ -194,7 +194,9 @@ def interrupt(number: int, frame: object) -> None:
 def run_configurations(flags: Flags) -> int:
     """Measure, print the table, write the file. Returns the exit code."""
     measuring.make_writable(flags.output_dir)
-    signal.signal(signal.SIGTERM, interrupt)  # batch systems end jobs with SIGTERM: treat it like Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # of a batch system, of a closed terminal: as Ctrl-C
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, interrupt)
     planned = configurations(flags.engines, flags.np)
     threads = f"{flags.threads} torch thread{'s'[: flags.threads > 1]} per rank"
     lines.say(f"{flags.model}, {flags.rounds} rounds, {threads}: {'; '.join(map(str, planned))}")

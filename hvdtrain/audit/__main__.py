@@ -215,7 +215,8 @@ def main() -> int:
         return 2
     options = parse()
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: no process stays
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         return audit(options)
     except NotAudited as error:

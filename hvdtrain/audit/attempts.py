@@ -1,6 +1,7 @@
 """Start the audited program, end it where it is to end, and read what its ranks have recorded."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 BOOT = Path(__file__).resolve().parent / "boot"
 VARIABLE = "HVDTRAIN_AUDIT"
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Several ranks on a machine with fewer cores, and as root in a container: what the options of mpirun would say, which
 # differ between Open MPI 4, Open MPI 5 and MPICH.
 OPEN_MPI = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -99,7 +101,7 @@ class Program:
         try:
             process = subprocess.Popen(
                 words, bufsize=0, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_the_audit,
             )  # fmt: skip
         except OSError as error:
             raise NotAudited(f"{words[0]} can't be started: {error.strerror}") from None
@@ -135,6 +137,11 @@ class Program:
                 break
             time.sleep(0.005)
         return process.poll() is not None
+
+
+def end_with_the_audit() -> None:
+    """Have the kernel send SIGTERM to this process, a launcher or a program, when the audit ends, as by SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def copy(said: IO[bytes], path: Path, lost: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from .attempts import Run, Step, Trace
 
 Rules = Iterator[Any]
+# Of names of files. Not "template" nor "temperature".
+TEMPORARY = re.compile(r"tmp|(?<![a-z])(temp|temporary|part|partial)(?![a-z])|\.new(?![a-z])|~")
 
 
 class Verdict(NamedTuple):
@@ -226,8 +228,8 @@ def samples(case: Case) -> Rules:
     expected = case.samples(whole, 0, whole.steps)
     # A rank that was stopped within a step that another has ended and saved had computed its part of it, and not told so.
     ended = {
-        rank: Trace(trace.steps + whole.trace(rank).steps[len(trace.steps) : case.start])
-        for rank, trace in case.killed.ranks.items()
+        rank: Trace((own := case.killed.trace(rank).steps) + trace.steps[len(own) : case.start])
+        for rank, trace in whole.ranks.items()
     }
     before = case.samples(replace(case.killed, ranks=ended), 0, case.start)
     got = before + case.samples(case.resumed, 0, case.resumed.steps)
@@ -315,7 +317,7 @@ def left_behind(case: Case) -> Rules:
     # Without numbers: those of steps, times, processes.
     usual = {re.sub(r"\d+", "#", path) for path in case.whole.run.files}
     more = [path for path in case.resumed.files if re.sub(r"\d+", "#", path) not in usual]
-    temporary = [path for path in more if re.search(r"te?mp|part|\.new|~", path.lower())]
+    temporary = [path for path in more if TEMPORARY.search(path.lower())]
     yield temporary and fails(f"{len(temporary)} temporary files, such as {temporary[0]}")
     yield ok(f"{len(more)} files more than after the whole run, such as {more[0]}" if more else "")
 

@@ -12,7 +12,8 @@ import torch
 from hvdtrain.checks.findings import Findings, Here
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.base import Engine
-from hvdtrain.engines.cores import cpu_quota
+from hvdtrain.engines.choice import cores_of_ranks
+from hvdtrain.engines.cores import cpu_quota, share_of_cores
 
 SMALL, LARGE = 1, 4 * 2**20  # float32 elements: 4 B shows the latency, 16 MiB the bandwidth
 
@@ -68,11 +69,12 @@ def check_neighbours(findings: Findings, here: Here, engine: Engine) -> None:
 
 
 def check_cores(findings: Findings, here: Here, engine: Engine) -> None:
-    """Check that the threads of this host's ranks fit its cores."""
-    have = min(len(os.sched_getaffinity(0)), cpu_quota())
-    threads = torch.get_num_threads()
+    """Check that the threads of this host's ranks fit the cores that they may run on. A collective."""
+    cores, quota, threads = cores_of_ranks(engine), cpu_quota(), torch.get_num_threads()
+    host = cores[engine.rank][0]
+    have = min(len({core for where, theirs in cores if where == host for core in theirs}), quota)
     line = f"cores: {have:g}; ranks on this host: {engine.local_size}; torch threads per rank: {threads}"
-    if engine.local_size * threads > have:
+    if threads > share_of_cores(engine.rank, cores, quota):
         do = "fewer ranks, OMP_NUM_THREADS=1 (--threads 1), or more cores (--cpus-per-task, --bind-to none)"
         findings.warning(line, "threads compete for cores, and every rank waits for the slowest", do)
     else:

@@ -21,8 +21,8 @@ def threads_asked(environ: Mapping[str, str]) -> int | None:
     return int(asked) if asked.isdecimal() and int(asked) > 0 and not of_torchrun else None
 
 
-def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: float) -> int:
-    """Return how many threads `rank` should use: its share of the cores that it may run on, at least one.
+def share_of_cores(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: float) -> float:
+    """Return the share of `rank` of the cores that it may run on.
 
     cores: for each rank, its host and the cores it may run on. Ranks on the same host may share cores, each other ones.
     quota: see `cpu_quota`.
@@ -33,7 +33,12 @@ def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: 
     # cores are shared by different numbers.
     share = sum(1 / sum(core in theirs for theirs in neighbours) for core in mine)
     # Ten tenths of a core may add up to a little less than one.
-    return max(1, int(min(share, quota / len(neighbours)) + 1e-6))
+    return min(share, quota / len(neighbours)) + 1e-6
+
+
+def threads_for(rank: int, cores: Sequence[tuple[str, Collection[int]]], quota: float) -> int:
+    """Return how many threads `rank` should use: as `share_of_cores`, at least one."""
+    return max(1, int(share_of_cores(rank, cores, quota)))
 
 
 def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
@@ -54,8 +59,8 @@ def share_of_host(ranks: int, quota: float) -> tuple[int, float]:
 def turn_on(rank: int, cores: Sequence[tuple[str, Collection[int]]]) -> int | None:
     """Return the core that `rank` takes turns on, where a host has more ranks than cores: as many ranks on each core.
 
-    cores: as in `threads_for`. None where there are cores enough, or the ranks cannot be divided evenly, or a launcher has
-    bound some of them.
+    cores: as in `share_of_cores`. None where there are cores enough, or the ranks cannot be divided evenly, or a launcher
+    has bound some of them.
     """
     host, mine = cores[rank]
     neighbours = [number for number, (where, _) in enumerate(cores) if where == host]

@@ -161,6 +161,17 @@ def test_a_run_that_fails_says_why(program, limit, why, tmp_path, monkeypatch):
         scaling.measure_configuration(DDP, flags, tmp_path / "run")
 
 
+@pytest.mark.parametrize(("handler", "code"), [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)])
+def test_a_closed_terminal_ends_it_as_ctrl_c_does_but_not_under_nohup(handler, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "measure_all", lambda *_: signal.raise_signal(signal.SIGHUP))
+    before = [(number, signal.signal(number, handler)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        assert scaling.run_configurations(parse(["--np", "1", "--output-dir", str(tmp_path)])) == code
+    finally:
+        for number, handled in before:
+            signal.signal(number, handled)
+
+
 def test_what_was_measured_before_the_disk_was_full_is_shown(tmp_path, monkeypatch, capsys):
     def job(words, limit, log):
         if done:
@@ -270,15 +281,15 @@ def test_ctrl_c_while_cleaning_up_is_neither_obeyed_at_once_nor_lost(tmp_path, m
 
 
 class PretendWorld(SerialEngine):
-    """Four ranks of which only this one, rank 0, is there."""
+    """Four ranks, or `size`, of which only this one, rank 0, is there."""
 
-    def __init__(self, wrong: bool = False):
+    def __init__(self, wrong: bool = False, size: int = 4, factor: int = 1 + 2 + 3 + 4):
         super().__init__(tuning=False, rank=0, size=1, launcher="none")
-        self.size, self.device, self.wrong = 4, torch.device("cpu"), wrong
+        self.size, self.device, self.wrong, self.factor = size, torch.device("cpu"), wrong, factor
 
     def all_reduce_(self, tensor, op, name):
         if op == "sum":
-            tensor.mul_(1 + 2 + 3 + 4)
+            tensor.mul_(self.factor)
         if self.wrong and tensor.numel() > 1:
             tensor.view(-1)[-1] += 1
 
@@ -294,6 +305,12 @@ def test_bandwidths_are_those_of_nccl_tests():
 def test_a_wrong_result_is_never_a_bandwidth():
     with pytest.raises(Failure, match="wrong sum of 1024 float32"):
         measuring.measure_messages(PretendWorld(wrong=True), "float32", 1024, 0.01)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("float16", 256 * 257 / 2), ("float32", 400 * 401 / 2)])
+def test_sums_over_many_ranks_stay_within_their_type(dtype, factor):
+    row = measuring.measure_messages(PretendWorld(size=400, factor=factor), dtype, 4, 0.01)
+    assert row["count"] == 4
 
 
 def run(flags: str, monkeypatch) -> int:

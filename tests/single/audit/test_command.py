@@ -155,6 +155,12 @@ def test_a_working_directory_that_was_removed(audited, tmp_path, monkeypatch):
     assert "the working directory cannot be found (No such file or directory): cd to one that exists" in line
 
 
+def test_nohup_holds(audited):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    audited("--output-dir", ".", "--", "true", "{out}")
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def test_a_program_that_writes_elsewhere(server, audited):
     code, _, progress = audited("--", *program(server, "elsewhere"))
     assert code == 2

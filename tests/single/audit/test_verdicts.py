@@ -56,6 +56,27 @@ def test_a_rank_that_was_stopped_within_a_step_that_another_has_saved_has_lost_n
     assert {verdict.status for verdict in found.values()} <= HOLDS, found
     del resumed.ranks[1].steps[0]["rows"][1]
     assert "1 lost" in verdicts(resumed, killed, whole=whole)["samples"].text
+    killed, resumed = run(0, 1, -9, ranks=2), run(1, STEPS, ranks=2)
+    del killed.ranks[1]  # within its first step
+    assert verdicts(resumed, killed, whole=whole)["samples"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("c.pt.tmp", 1),
+        ("tmpx3k_", 1),
+        ("c.part", 1),
+        ("temp-1", 1),
+        ("c.new", 1),
+        ("template.json", 0),
+        ("partition", 0),
+    ],
+)
+def test_which_names_are_those_of_temporary_files(name, told):
+    resumed = run(4, STEPS)
+    resumed.files[name] = 1
+    assert failing(resumed).keys() == ({"left behind"} if told else set())
 
 
 def test_whether_it_goes_on():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvdtrain import doctor
-from hvdtrain.checks import host, nvidia_smi
+from hvdtrain.checks import host, nvidia_smi, ranks
 from hvdtrain.checks.findings import Findings, Here, show
 
 # Columns and spellings are those of driver 580; the values are made up.
@@ -62,6 +62,19 @@ def test_equal_gpus_are_one_line():
     assert [f["what"] for f in found.all] == [
         "2 x H100, 81559 MiB, driver 580.65.06, MIG Disabled, compute mode Default"
     ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "fault"),
+    [([[0, 1], [0, 1]], ""), ([[0], [1]], ""), ([[0], [0]], "warning: cores: 1; ranks on this host: 2; ")],
+)
+def test_ranks_that_are_bound_to_cores_of_their_own_have_enough(cores, fault, monkeypatch):
+    found, engine = Findings(), SimpleNamespace(rank=1, local_size=2)
+    monkeypatch.setattr(ranks, "cores_of_ranks", lambda _: [("a", mine) for mine in cores])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cores[1]))
+    ranks.check_cores(found, Here(None), engine)
+    assert [shown.startswith(fault) for shown in faults(found)] == [True] * bool(fault)
 
 
 def test_a_build_without_nccl_is_no_fault_where_the_cpu_trains(monkeypatch):
