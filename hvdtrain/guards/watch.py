@@ -340,9 +340,9 @@ class Watch:
     # ---- ends
 
     def make_leaving(self) -> Leaving:
-        """Return the limit of this rank's own end, for when no other rank waits for it."""
+        """Return the limit of this rank's own end, for when no other rank waits for it. A single rank has none."""
         settings = self.settings
-        limit = settings.timeouts.leaving(self.detector.longest)
+        limit = settings.timeouts.leaving(self.detector.longest) if len(self.peers.all) > 1 else float("inf")
         return Leaving(self.peers.name(self.rank), limit, settings.leave, settings.guest, self._killed)
 
     def _end(self, headline: str) -> None:

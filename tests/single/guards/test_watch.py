@@ -216,6 +216,10 @@ def test_a_rank_that_hangs_when_all_others_have_left_ends(job, capfd, monkeypatc
     assert "rank 1 on h0 does not end after training: it is at " in capfd.readouterr().err
 
 
+def test_a_single_rank_may_serve_its_model_after_training(job):
+    assert [rank.make_leaving().limit for rank in (*job(1).ranks, *job(2).ranks)] == [float("inf"), 5.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("place", "process", "reset", "said"),
     [
