@@ -168,9 +168,9 @@ class Meeting:
         Raises UserError if a starter does not connect in time, Failure if a host has failed.
         """
         if self._server is None:
-            self._request("PUT", "ready", str(self.number))
-            # The first starter gives up earlier, and names the missing ranks.
+            # The first starter gives up earlier, and names the missing ranks. Anew: an import may have taken long.
             self._deadline = time.monotonic() + 3 * self.seconds
+            self._request("PUT", "ready", str(self.number))
             came = parse_came(self._request("GET", "known", "hosts"), self.size)
             self._request("PUT", "met", str(self.number))
             self._place(came)

@@ -291,6 +291,26 @@ def test_each_part_of_a_meeting_has_its_time():
     assert ended == [None]
 
 
+def test_a_starter_whose_import_took_long_waits_for_a_busy_first_one(monkeypatch):
+    """It had half a second for each answer, and was gone after the first one that took longer."""
+    first, answer = starter(0, 0), Rendezvous.answer
+    first.come(1)
+    other = starter(1, first.port, seconds=1.0)
+    other.come(1)
+    waits = threading.Thread(target=first.wait)
+    waits.start()
+    time.sleep(1.1)  # the import
+
+    def late(server: Rendezvous, method: str, scope: str, key: str, value: bytes = b"") -> bytes | None:
+        time.sleep(0.7 * ((scope, key) == ("ready", "1")))
+        return answer(server, method, scope, key, value)
+
+    monkeypatch.setattr(Rendezvous, "answer", late)
+    other.wait()
+    waits.join(20)
+    assert other.hosts == first.hosts
+
+
 @pytest.mark.parametrize("answer", ["{}", "[]", "7", '[["a", 1], ["b", "x"]]', '[["a", 1], ["b"]]'])
 def test_what_no_starter_says_is_one_line(answer):
     first = starter(0, 0)
