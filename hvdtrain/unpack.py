@@ -7,6 +7,7 @@ DIR/launch/slurm.sbatch start training, `make -C DIR setup` creates an environme
 """
 
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,8 +36,16 @@ def unpack_files(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty: name another DIR")
     shutil.copytree(CHECKOUT, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    let_owner_write(directory)  # an installation may be read-only
     without = shutil.ignore_patterns("__pycache__", CHECKOUT.name)
     shutil.copytree(INSTALLED, directory / INSTALLED.name, ignore=without)
+    let_owner_write(directory)
+
+
+def let_owner_write(directory: Path) -> None:
+    """Let the owner write in a directory, and all that is in it."""
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
 def main() -> int:

@@ -133,6 +133,14 @@ def test_files_lie_as_in_a_clone_and_can_be_started(package, tmp_path):
     assert os.access(tmp_path / "new" / "there" / "launch" / "mpirun.sh", os.X_OK)
 
 
+def test_what_comes_from_a_read_only_installation_can_be_written(package, tmp_path):
+    for path in (package, *package.rglob("*")):
+        path.chmod(path.stat().st_mode & 0o555)
+    unpack.unpack_files(tmp_path / "new")
+    package.chmod(0o755)
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")))
+
+
 def test_what_is_there_is_left_alone(package, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("mine")
