@@ -7,6 +7,7 @@ Its loops are read, and the functions and classes of its own modules, by their b
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import getattr_static
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -297,7 +298,7 @@ class Loops:
         if tree is None or not (owner is None or self._is_here(owner)):
             return False
         read = computed_once_from(tree, last)
-        return read is not None and all(is_plain(getattr(owner, one, None)) for one in read - {last})
+        return read is not None and all(is_plain(getattr_static(owner, one, None)) for one in read - {last})
 
     def is_cache(self, name: str) -> bool:
         """Return whether each function that has this name of a module or a class looks first whether a key is there."""

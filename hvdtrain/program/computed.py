@@ -8,12 +8,9 @@ import functools
 import re
 from collections.abc import Iterator
 
-from hvdtrain.program.source import all_statements, assigned, called, functions_of, name_read, names_stored, values_of
-from hvdtrain.program.uses import EMPTYING
+from hvdtrain.program.source import all_statements, assigned, called, name_read, names_read, names_stored, values_of
+from hvdtrain.program.uses import CHANGING, EMPTYING
 
-FILLING = frozenset(
-    {"add", "append", "appendleft", "extend", "insert", "pop", "put", "setdefault", "update"}
-)  # of collections
 # In names of what a resumed run would compute otherwise.
 ANOTHER = re.compile("rand|shuffle|perm|sample|normal|choice|multinomial|bernoulli|uniform|seed|time|now|clock|next")
 
@@ -55,7 +52,7 @@ def effect_of(node: ast.AST) -> tuple[frozenset[str], frozenset[str]]:
             return frozenset(set_by(target)), names_within(node)
         case ast.For(target, values):
             return frozenset(set_by(target)), names_within(values)
-        case ast.Expr(ast.Call(ast.Attribute(whole, method))) if method in FILLING:
+        case ast.Expr(ast.Call(ast.Attribute(whole, method))) if method in CHANGING:
             return frozenset(set_by(whole)), names_within(node)
         case ast.If(test) | ast.While(test):
             inner = [effect_of(one)[0] for one in all_statements(node) if not isinstance(one, ast.If | ast.While)]
@@ -104,10 +101,11 @@ def computed_once_from(tree: ast.Module, name: str) -> frozenset[str] | None:
     others = {word for one in parts for word in getattr(one, "names", ())}
     others |= {word for word in names_stored(tree) if not word.isupper()}
     others |= {one.arg for one in parts if isinstance(one, ast.arg)} - {"self", "cls"}
-    others |= {word for one in parts if isinstance(one, ast.FunctionDef) for word in (one.name, f".{one.name}")}
-    changing = [function for function in functions_of(tree) if function.name != "__init__"]
-    others |= {f".{x.attr}" for one in changing for target, _ in assigned(one) for x in attributes_within(target)}
-    if any(one.attr in FILLING and name_read(one.value) == name for one in attributes_within(tree)):
+    functions = [one for one in parts if isinstance(one, ast.FunctionDef)]
+    others |= {word for one in functions for word in (one.name, f".{one.name}")}
+    pairs = [pair for one in functions if one.name != "__init__" for pair in assigned(one)]
+    others |= {f".{one.attr}" for target, _ in pairs for one in attributes_within(target)}
+    if any(one.attr in CHANGING and name_read(one.value) == name for one in attributes_within(tree)):
         return None
     found = frozenset[str]()
     # Also what decides whether it is set, such as `if key not in held`.
@@ -123,22 +121,18 @@ def computed_once_from(tree: ast.Module, name: str) -> frozenset[str] | None:
     return frozenset(one.removeprefix(".") for one in found) or None
 
 
+@functools.cache
 def is_overwritten(function: ast.AST, name: str) -> bool:
-    """Return whether the rows of a batch are set in an array that is as long as the longest: `NAME[:n].copy_(x)`."""
-    for node in all_statements(function):
-        match node:
-            case ast.Assign([ast.Subscript(ast.Name(whole), ast.Slice(lower=None))]) if whole == name:
-                return True
-            case ast.Assign([ast.Name(part)], ast.Subscript(ast.Name(whole), ast.Slice(lower=None))) if whole == name:
-                filled = tuple(f"{part}.{method}(" for method in EMPTYING)
-                texts = [ast.unparse(one) for one in all_statements(function) if isinstance(one, ast.Expr)]
-                if any(text.startswith(filled) for text in texts):
-                    return True
-            case (
-                ast.Expr(ast.Call(ast.Attribute(ast.Subscript(ast.Name(whole), ast.Slice(lower=None)), method)))
-                | ast.Assign(
-                    value=ast.Call(ast.Attribute(ast.Subscript(ast.Name(whole), ast.Slice(lower=None)), method))
-                )
-            ) if whole == name and method in EMPTYING:
-                return True
-    return False
+    """Return whether the rows of a batch are set in an array that is as long as the longest: `NAME[:n].copy_(x)`, also by
+    another name, `rows = NAME[:n]`. No other part of it is used."""
+    nodes, pairs = list(ast.walk(function)), assigned(function)
+    uses = [one for one in nodes if isinstance(one, ast.Name) and name_read(one) == name]
+    parts = [x for x in nodes if isinstance(x, ast.Subscript) and x.value in uses and isinstance(x.slice, ast.Slice)]
+    if len(uses) != len(parts) or any(one.slice.lower is not None for one in parts):  # type: ignore[attr-defined] # a slice
+        return False
+    others = {target.id for target, value in pairs if value in parts and isinstance(target, ast.Name)}
+    calls = [one for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    filled = [(one.func.value, one) for one in calls if called(one) in EMPTYING]  # type: ignore[attr-defined] # a method
+    filled = [(held, call) for held, call in filled if held in parts or getattr(held, "id", None) in others]
+    sets = [value for target, value in pairs if target in parts] + [one for _, call in filled for one in call.args]
+    return bool(sets or filled) and not any(name in names_read(one) for one in sets)

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Set
 from types import CodeType
 
 from hvdtrain.program.source import assigned, called, functions_of, name_read, names_read, names_stored, syntax_of
-from hvdtrain.program.uses import OF_VARIABLES, first_uses
+from hvdtrain.program.uses import CHANGING, OF_VARIABLES, first_uses
 
 SAYING = frozenset({"print", "say", "say_once", "debug", "info", "warning", "warn", "error", "log", "write", "flush"})
 SAYING |= {"set_description", "set_postfix", "set_postfix_str", "add_scalar"}  # of tqdm and TensorBoard
-CHANGING = frozenset({"add", "append", "update", "discard", "remove", "clear", "pop", "setdefault"})  # of collections
 CLOCK_CALLS = frozenset({"time", "perf_counter", "monotonic", "now"})
 CHANGED_BY_EPOCHS = frozenset({"best", "evaluation", "state", "progress", "loss"})  # in `run`, and in its steps
 ASKING = frozenset({"len", "range", "int", "callable", "isinstance"})

@@ -18,6 +18,8 @@ ENDS = ("RETURN", "RAISE", "RERAISE")
 # Methods that set all that is in a value.
 EMPTYING = {"clear", "fill", "fill_", "zero_", "reset", "load_state_dict", "copy_", "resize_", "resize_as_"}
 EMPTYING |= {"normal_", "uniform_", "random_", "bernoulli_"}
+CHANGING = frozenset({"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "put", "remove"})
+CHANGING |= {"setdefault", "update"}  # of collections
 OF_PARTS = ("values", "parameters", "buffers")  # methods, of which a loop takes what is in a value
 OF_PACKAGE = r"hvdtrain\.|contextlib$"  # modules between a program and what it has called
 SHOWN = 3  # names in a line

@@ -692,6 +692,8 @@ FIRST = {  # of a step, as it is computed once; before the loop: None, or a dict
     "drawn": "if drawn is None:\n    drawn = torch.rand(3)",
     "far": "print(far)\nif value < 9:\n    far = torch.ones(3)",
     "copied": "if copied is None:\n    copied = [p.detach().clone() for p in net.parameters()]",
+    "rows": "rows = torch.ones(40) if rows is None else rows\nrows[:8] = rows[:8] * 0.9",
+    "queue": "queue = torch.ones(9, 3) if queue is None else queue\nqueue[8:] = queue[:1].clone()\nqueue[:8] = x",
     "known": "if step.number % 3 not in known:\n    known[step.number % 3] = value",
 }
 
