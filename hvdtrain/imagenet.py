@@ -203,7 +203,7 @@ def open_data(flags: Flags, run: training.Run) -> ImageData:
             run.say(f"skipped: {what}")
         what = f"{len(train.paths)} and {len(test.paths)} shards, such as {train.paths[0]}"
         reason = f"{what}: {len(train):,} images an epoch, {classes:,} classes"
-    samples = flags.train_samples or len(train)
+    samples = min(flags.train_samples or len(train), len(train))
     run.describe_data(flags.dataset, reason, train_samples=samples, classes=classes, **facts)
     drawn = RandomSampler(train, num_samples=samples) if samples < len(train) else None
     options: dict[str, Any] = dict(num_workers=flags.workers, persistent_workers=flags.workers > 0)

@@ -61,9 +61,16 @@ def test_evaluations_on_a_gpu_have_batches_of_the_trainings_size(device, expecte
     assert data_of(flags, engine, device=torch.device(device)).test.batch_size == expected
 
 
-@pytest.mark.parametrize(("flags", "samples", "shuffled"), [("", 48, True), ("--train-samples 9", 9, False)])
+@pytest.mark.parametrize(
+    ("flags", "samples", "shuffled"),
+    [("", 48, True), ("--train-samples 9", 9, False), ("--train-samples 99", 48, True)],
+)
 def test_an_epoch_has_as_many_samples_as_are_asked_for(flags, samples, shuffled, folder, engine):
-    train = data_of(f"--workers 0 --batch-size 4 --data-dir {folder} {flags}", engine).train
+    """The record had the number that was asked for, where there are fewer."""
+    said: dict[str, object] = {}
+    options = dict(describe_data=lambda *_, **facts: said.update(facts))
+    train = data_of(f"--workers 0 --batch-size 4 --data-dir {folder} {flags}", engine, **options).train
+    assert said["train_samples"] == samples
     assert (len(train.sampler), train.sampler.num_samples == len(train.dataset)) == (samples, shuffled)
 
 
