@@ -44,12 +44,18 @@ def check_name(findings: Findings, here: Here) -> None:
     """Check that this host's name resolves, and note its address."""
     name = socket.gethostname()
     try:
-        here.address = socket.gethostbyname(name)
+        here.address = address_of_host(name)
     except OSError as error:
         do = f"echo '127.0.1.1 {name}' >> /etc/hosts (one host), or the host's real address there or in DNS (several)"
         findings.problem(f"this host's name {name} does not resolve ({error})", "Gloo aborts, with a core dump", do)
         return
     findings.ok(f"{name} resolves to {here.address}")
+
+
+def address_of_host(name: str) -> str:
+    """Return an address of a host: of IPv4, if it has one. Raises OSError."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def check_interfaces(findings: Findings, here: Here) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 import torch
 
 from hvdtrain.checks.findings import Findings, Here
+from hvdtrain.checks.host import address_of_host
 from hvdtrain.engines import atomic, files
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.choice import cores_of_ranks
@@ -54,14 +55,14 @@ def check_neighbours(findings: Findings, here: Here, engine: Engine) -> None:
     if len(hosts) == 1:
         return
     for host, address in hosts.items():
-        if address.startswith("127."):
+        if address.startswith("127.") or address == "::1":
             what, do = (
                 f"{host} resolves its own name to {address}",
                 f"in {host}'s /etc/hosts give {host} its real address",
             )
             findings.problem(what, "other hosts would connect to themselves", do)
         try:
-            socket.gethostbyname(host)
+            address_of_host(host)
         except OSError as error:
             do = f"add {host} to /etc/hosts on {socket.gethostname()}, or to DNS"
             what = f"{host} does not resolve on {socket.gethostname()} ({error})"

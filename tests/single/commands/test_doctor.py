@@ -1,6 +1,7 @@
 """The doctor's checks of GPUs, on facts that this machine does not have; a check that fails hides no other."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,18 @@ def test_interfaces_that_are_named_must_be_there_but_not_those_that_are_excluded
     found = Findings()
     host.check_interfaces(found, Here(SimpleNamespace()))
     assert [fault.partition(": name one of")[0] for fault in faults(found) if "IFNAME" in fault] == missing
+
+
+@pytest.mark.parametrize(("listed", "taken"), [(["fd00::5"], "fd00::5"), (["fd00::5", "10.0.0.5"], "10.0.0.5")])
+def test_a_name_may_have_addresses_of_ipv6_alone(listed, taken, monkeypatch):
+    entries = [
+        (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in listed
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    found, here = Findings(), Here(None)
+    host.check_name(found, here)
+    assert (faults(found), here.address) == ([], taken)
 
 
 def test_a_user_id_without_a_name_needs_a_home(monkeypatch):
