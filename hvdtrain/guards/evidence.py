@@ -11,6 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 from hvdtrain.engines import atomic, files
+from hvdtrain.engines.lines import WRITE_SECONDS, within
 from hvdtrain.launching import processes
 
 STACK_FRAMES = 6  # printed
@@ -32,7 +33,13 @@ Stack = list[traceback.FrameSummary]
 def stack_of(thread: int | None) -> Stack:
     """Return the stack of a thread, outermost frame first; empty while it runs no Python."""
     frame = sys._current_frames().get(thread or 0)
-    return traceback.extract_stack(frame) if frame else []  # without a frame: the caller's own
+    found: Stack = []
+    while frame is not None:
+        code = frame.f_code
+        # Not by `traceback.extract_stack`, which reads the source: on a file system that hangs, this would, too.
+        found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+        frame = frame.f_back
+    return found[::-1]
 
 
 def main_stack() -> Stack:
@@ -64,7 +71,10 @@ def shown_frames(stack: Stack, guest: bool = False) -> str:
     hidden = (PACKAGE_PATH, "<frozen") if guest else ("<frozen runpy",)
     frames = [f for f in stack if not f.filename.endswith(WRAPPER_FILES) and not f.filename.startswith(hidden)]
     inner = frames[-STACK_FRAMES:]
-    return "".join(traceback.format_list([frame for frame in programs(frames)[-1:] if frame not in inner] + inner))
+    shown = [frame for frame in programs(frames)[-1:] if frame not in inner] + inner
+    read: list[str] = []
+    within(WRITE_SECONDS, lambda: read.extend(traceback.format_list(shown)))
+    return "".join(read or traceback.format_list([(each.filename, each.lineno or 0, each.name, "") for each in shown]))
 
 
 class Work:

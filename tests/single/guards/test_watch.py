@@ -186,19 +186,25 @@ def test_a_rank_that_never_learns_when_to_save_is_named(job):
     assert some.ranks[0].said[0].startswith("rank 1 on h0 does not answer")
 
 
-@pytest.mark.parametrize("blocked", ["standard error", "metrics.jsonl"])
-def test_no_write_keeps_a_hung_job_from_ending(blocked, job, monkeypatch):
+@pytest.mark.parametrize("blocked", ["standard error", "metrics.jsonl", "source"])
+def test_no_file_keeps_a_hung_job_from_ending(blocked, job, monkeypatch, tmp_path):
     """A paused pager; a file system that hangs."""
     reader, writer = full_pipe()
     some = job(3)
     if blocked == "standard error":
         monkeypatch.setattr("sys.stderr", os.fdopen(writer, "w", buffering=1, closefd=False))
-    else:
+    elif blocked == "metrics.jsonl":
         some.ranks[0].failed = lambda headline: os.write(writer, b"x")
     for rank in some.ranks:
         rank.train()
     wait_in(some.ranks[:2])
-    some.wait_until(some.ended)
+    source = tmp_path / "source.py"
+    os.mkfifo(source)
+    try:
+        exec(compile("some.wait_until(some.ended)", source if blocked == "source" else "<none>", "exec"))
+    finally:
+        os.close(os.open(source, os.O_RDWR))  # who waits for it goes on
+        source.unlink()
     assert {rank.code for rank in some.ranks} == {1}
     os.close(reader)  # what still waits for it fails
     os.close(writer)
