@@ -317,7 +317,9 @@ def become_rank(
 def stream_of(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:
     """Return a standard stream as the interpreter creates it at startup. number: the file descriptor."""
     made = open(number, "w", errors=errors, closefd=False)  # noqa: SIM115
-    made.reconfigure(line_buffering=number == 2 or os.isatty(number), write_through=unbuffered)
+    # Trap: `write_through` alone fills the buffer below the text, which a killed rank loses. And lines stay whole.
+    lines = unbuffered or number == 2 or os.isatty(number)
+    made.reconfigure(line_buffering=lines, write_through=unbuffered)
     return made
 
 

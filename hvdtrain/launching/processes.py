@@ -95,9 +95,10 @@ def bytes_transferred(which: int | str) -> int:
 
 
 def own_threads() -> list[int]:
-    """Return the IDs of this process's threads."""
-    with os.scandir(PROC / "self/task") as tasks:
+    """Return the IDs of this process's threads; none if they cannot be read, as where all its files are open."""
+    with contextlib.suppress(OSError), os.scandir(PROC / "self/task") as tasks:
         return [int(task.name) for task in tasks]
+    return []
 
 
 def turns(thread: int) -> Turns | None:
@@ -111,7 +112,10 @@ def turns(thread: int) -> Turns | None:
 def descendants(pid: int) -> list[int]:
     """Return the child processes of a process, theirs, and so on."""
     found: list[int] = []
-    for children in (PROC / str(pid) / "task").glob("*/children"):
+    tasks: list[Path] = []
+    with contextlib.suppress(OSError):  # this process may open no more files
+        tasks += (PROC / str(pid) / "task").glob("*/children")
+    for children in tasks:
         with contextlib.suppress(OSError, ValueError):
             found += [int(word) for word in children.read_text().split()]
     return found + [each for child in found for each in descendants(child)]
@@ -182,8 +186,9 @@ def is_stopped(pid: int) -> bool:
 
 def runs(pid: int, started: int | None = None) -> bool:
     """Return whether there is a process of this number, and start time, that is no zombie."""
-    found = stat(pid)
-    return found is not None and found.state not in "ZX" and started in (None, found.started)
+    if (found := stat(pid)) is None:
+        return (PROC / str(pid)).exists()  # this process may open no more files
+    return found.state not in "ZX" and started in (None, found.started)
 
 
 def launcher_name(arguments: list[str]) -> str | None:

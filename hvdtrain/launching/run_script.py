@@ -237,8 +237,12 @@ def _end() -> None:
             with contextlib.suppress(Exception):  # closed, or a full disk
                 each.flush()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except Exception as error:  # as the interpreter says it
+            put_line(sys.stderr, f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
+            code = code if code < 0 else 120
     ctypes.CDLL(None).fflush(None)  # buffers of C stdio
     if code < 0:  # an interrupt: end by the signal, so that a shell notices it
         signal.signal(-code, signal.SIG_DFL)

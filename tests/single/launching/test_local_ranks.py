@@ -256,6 +256,11 @@ print("no line end", end="")
     assert start(script, 1).ends() == (0, "no line endthread\nregistered\nfinalized\ntold\n", "")
     assert (tmp_path / "left_open.0").read_text() == "written"
     assert (tmp_path / "left_open.beside").read_text() == "written"
+    lost = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost')"
+    code, _, err = start(lost, 1, PYTHONUNBUFFERED="").ends()
+    assert (code, "OSError: [Errno 28] No space left on device\n" in err) == (120, True), err
+    code, out, _ = start("import os; print('said'); os.kill(os.getpid(), 9)", 1, PYTHONUNBUFFERED="1").ends()
+    assert (code, out) == (137, "said\n")
 
 
 def test_ranks_share_a_module_of_the_forker_and_run_its_exit_handlers_but_not_its_finalizers(start, tmp_path):

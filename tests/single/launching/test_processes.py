@@ -1,6 +1,8 @@
 """Which processes a rank takes for its launcher, and when it takes one for gone."""
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import pytest
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.launching import processes
-from hvdtrain.launching.processes import Process, is_stopped, launcher_name, launchers, runs, stat
+from hvdtrain.launching.processes import Process, descendants, is_stopped, launcher_name, launchers, runs, stat
 from tests.waiting import wait_for
 
 
@@ -106,6 +108,21 @@ def test_a_process_is_gone_when_it_ended_even_if_another_has_its_number_or_nobod
     child.communicate()
     assert not runs(*me)
     assert runs(os.getpid(), stat(os.getpid()).started)
+
+
+def test_a_process_that_may_open_no_more_files_misses_nobody():
+    me, held, limits = stat(os.getpid()), [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[0]), limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        found = runs(os.getpid(), me.started), runs(2**22 + 1), processes.own_threads(), descendants(os.getpid())
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == (True, False, [], [])
 
 
 def test_a_forked_rank_began_when_its_starter_did(proc, monkeypatch):
