@@ -6,6 +6,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -42,6 +43,12 @@ def uses_of(one: dis.Instruction, name: str, of: tuple[str, ...]) -> list[str]:
     return [verb for verb, which in zip(verbs, names, strict=False) if which == name]
 
 
+def is_read_again(following: list[dis.Instruction], name: str) -> bool:
+    """Return whether a statement goes on to use this name: `value.copy_(0.9 * value + x)` sets nothing anew."""
+    rest = itertools.takewhile(lambda one: not one.opname.startswith(("POP_TOP", "STORE")), following)
+    return any(name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) for one in rest)
+
+
 def is_emptied(following: list[dis.Instruction], constants: tuple[object, ...]) -> bool:
     """Return whether these instructions, after a value is loaded, set all that is in it: `value.clear()`, `value[:] = 0`;
     or all of a part: `value[0][:] = 0`; or of each: `for one in value: one.zero_()`. Also by `out=value`, as the last one.
@@ -54,7 +61,7 @@ def is_emptied(following: list[dis.Instruction], constants: tuple[object, ...]) 
     if {one.argval for one in following[:loop]} <= {*OF_PARTS, None, 0} and len(following) > loop + 3:
         one, *others = following[loop + 1 : loop + 4]  # of some versions, STORE_FAST_LOAD_FAST
         pair = one.argval if isinstance(one.argval, tuple) else (one.argval, others.pop(0).argval)
-        return len({*pair}) == 1 and others[0].argval in EMPTYING
+        return len({*pair}) == 1 and others[0].argval in EMPTYING and not is_read_again(following[loop + 3 :], pair[0])
     if len(following) > 2 and (following[1].opname == "BINARY_SUBSCR" or following[1].argrepr == "[]"):
         following = following[2:]
     if following and following[0].argval in EMPTYING:
@@ -105,8 +112,10 @@ def first_uses(
         uses += ["LOAD"] if inner and name in inner.co_names else []
         if one.opname.startswith("LOAD") and "_FAST" not in one.opname:  # a variable may have the name of a method
             uses += ["STORE"] if one.argval in calls else ["LOAD"] if one.argval in stops else []
-        if uses == ["LOAD"] and emptied and is_emptied(lines[place + 1 : place + 12], code.co_consts):
-            uses = ["STORE"]
+        if uses == ["LOAD"] and emptied:
+            following = lines[place + 1 : place + 60]
+            is_anew = is_emptied(following, code.co_consts) and not is_read_again(following, name)
+            uses = ["STORE"] if is_anew else uses
         if uses or one.opname.startswith(ENDS):
             found.add(uses[0] if uses else "END")
             continue

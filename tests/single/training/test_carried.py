@@ -693,6 +693,8 @@ FIRST = {  # of a step, as it is computed once; before the loop: None, or a dict
     "far": "print(far)\nif value < 9:\n    far = torch.ones(3)",
     "copied": "if copied is None:\n    copied = [p.detach().clone() for p in net.parameters()]",
     "rows": "rows = torch.ones(40) if rows is None else rows\nrows[:8] = rows[:8] * 0.9",
+    "mean": "mean = torch.zeros(1) if mean is None else mean\nmean.copy_(0.9 * mean + 0.1 * y.mean())",
+    "sums": "sums = [torch.zeros(1)] if sums is None else sums\nfor one in sums:\n    one.copy_(0.9 * one + value)",
     "queue": "queue = torch.ones(9, 3) if queue is None else queue\nqueue[8:] = queue[:1].clone()\nqueue[:8] = x",
     "known": "if step.number % 3 not in known:\n    known[step.number % 3] = value",
 }
