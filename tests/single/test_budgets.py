@@ -109,7 +109,7 @@ BUDGETS = {
     # And variables of a step before a resume.
     # And what is beside saved tensors.
     # And what losses are computed from, in a function for an epoch.
-    "hvdtrain/program": 2992,  # with what is computed once, comments that say why
+    "hvdtrain/program": 3001,  # with what is computed once, comments that say why
     "hvdtrain/training": 20,
     "launch": 4815,  # with --virtual-ranks, a horovodrun that is not there
     "tests/*": 609,  # with what writes a checkpoint of several ranks, the names that the oldest PyTorch has
@@ -164,7 +164,7 @@ BUDGETS = {
     # And a second loop within an epoch, loops that are left after the last batch.
     # And parameters of virtual ranks that are empty, or frozen whole.
     # And sources that cannot be read, a process that may open no more files.
-    "tests/single": 27703,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27705,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 
