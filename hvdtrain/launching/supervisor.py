@@ -202,9 +202,10 @@ class Supervisor:
             code = os.waitstatus_to_exitcode(status)
             if self._code == 0 and len(self._exited) < self._ranks:
                 self._code = code if code > 0 else 128 - code
+                what = "process that forks ranks" if self._connections else "import"
                 if code < 0:
-                    say_at_end(f"error: the import was killed by {signal.Signals(-code).name}{memory(-code)}")
-                self._meeting.fail(f"its import ended with code {self._code}")
+                    say_at_end(f"error: the {what} was killed by {signal.Signals(-code).name}{memory(-code)}")
+                self._meeting.fail(f"its {what} ended with code {self._code}")
 
     def _ranks_exited(self, local_ranks: Collection[int]) -> None:
         """Of ranks that exited at the same time, report one that was killed first, then one that failed."""

@@ -540,6 +540,13 @@ def test_the_third_request_is_the_last(start):
     assert run.ends()[0] == 130
 
 
+def test_a_killed_forker_ends_its_ranks_and_is_named(start):
+    run = start(f"import os; print(os.getppid(), flush=True)\n{SLEEP}")
+    os.kill(int(run.lines(2)[0]), signal.SIGKILL)
+    said = "hvdtrain.starter: error: the process that forks ranks was killed by SIGKILL (out of memory?)\n"
+    assert run.ends() == (137, "", said)
+
+
 def test_an_import_that_hangs_is_ended(start, monkeypatch):
     code, _, err = start(SLEEP, 2, "--start-timeout 0.5", settings={"import_seconds": 600}).ends()
     assert code == 1
