@@ -197,11 +197,10 @@ def launcher_name(arguments: list[str]) -> str | None:
     words = [Path(word.removesuffix(":")).name for word in arguments[:1]]  # slurmstepd writes "slurmstepd: [7.0]"
     words += [Path(words[0].split(":")[0]).name] if words else []
     for i, word in enumerate(arguments[1:], 1):
-        if word == "-m":
-            words += arguments[i + 1 : i + 2]
-            break
-        if not word.startswith("-"):  # the script that an interpreter runs
-            words.append(Path(word).name)
+        if word == "-m" or not word.startswith("-"):  # the module or script that an interpreter runs
+            first = i + (word == "-m")
+            words += [Path(each).name for each in arguments[first : first + 1]]
+            words += [f"hvdtrain.{each}" for each in arguments[first + 1 : first + 2] if words[-1] == "hvdtrain"]
             break
     interpreter = bool(words) and re.fullmatch(r"(python[0-9.]*|bash|sh|dash|env)", words[0])
     for word in words if interpreter else words[:2]:

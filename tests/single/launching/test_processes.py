@@ -51,6 +51,8 @@ def test_proc_of_another_pid_namespace_is_refused(proc):
         ("python /venv/bin/horovodrun --gloo -np 2 python x.py", "horovodrun"),
         ("python -m hvdtrain.benchmark --np 1,2", "hvdtrain.benchmark"),
         ("python -m hvdtrain.starter --local-ranks 2 -m hvdtrain.mnist", "hvdtrain.starter"),
+        ("/venv/bin/python /venv/bin/hvdtrain benchmark --np 1,2", "hvdtrain.benchmark"),
+        ("python -m hvdtrain starter --local-ranks 2 -m hvdtrain.mnist", "hvdtrain.starter"),
         ("bash launch/mpirun.sh -np 2 --restarts 3 -- python -m hvdtrain.mnist", "mpirun.sh"),
         ("/bin/bash /var/spool/slurmd/job7/slurm_script", "slurm_script"),
         # Whose end is nobody's business: they may have put the job into the background.
@@ -59,6 +61,8 @@ def test_proc_of_another_pid_namespace_is_refused(proc):
         ("-bash", None),
         ("sshd: user@pts/0", None),
         ("python -c import mpirun", None),
+        ("python /venv/bin/hvdtrain mnist starter", None),
+        ("python -m", None),
         ("python train.py torchrun", None),
         ("vim mpirun", None),
         ("", None),
