@@ -9,6 +9,7 @@ engine's shutdown have the same limit, whatever they do. `run.heartbeat()` begin
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,6 +23,9 @@ from hvdtrain.engines.launchers import announced
 from hvdtrain.engines.lines import WRITE_SECONDS, say_within, within
 from hvdtrain.guards.evidence import PACKAGE_PATH, Work, main_stack, shown_frames, stack_of, where
 from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.launching.exit_codes import STOPPED
+from hvdtrain.launching.signal_socket import SignalSocket
+from hvdtrain.launching.startup import UNSAVED
 
 WAITING_LINE_SECONDS = 60.0  # of start-up; after this time, each rank prints what it is waiting for
 LIMIT_CHECK_SECONDS = 1.0  # between two checks
@@ -51,10 +55,14 @@ class Starting:
 
 @contextlib.contextmanager
 def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exit) -> Iterator[Starting]:
-    """Context manager that ends this process if the block exceeds the time limit of start-up. Prints a warning before."""
+    """Context manager that ends this process if the block exceeds the time limit of start-up, or SIGUSR1 asks it to stop.
+    Prints a warning before."""
     stop()  # of a training before this one
     starting, over = Starting(), threading.Event()
     limit = timeouts.start_up()
+    _heard.append(signals := SignalSocket())  # the main thread may be in a call that does not return
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signals.listen([signal.SIGUSR1])
 
     def count() -> None:
         try:
@@ -63,6 +71,10 @@ def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exi
             rank = 0
         me, seconds, said = f"rank {rank} on {socket.gethostname()}", 0.0, False
         while not over.wait(LIMIT_CHECK_SECONDS):
+            with contextlib.suppress(OSError):  # the watch hears them by now
+                if signals.received():
+                    say_within(UNSAVED.format("SIGUSR1"))
+                    leave(STOPPED)
             # Counted by turns of this loop, not by a clock: time for which the process was suspended is none.
             seconds += LIMIT_CHECK_SECONDS
             if seconds >= limit + RANK_ZERO_LEAD * (rank > 0):
@@ -78,6 +90,15 @@ def limited_start(timeouts: HangTimeouts, leave: Callable[[int], None] = os._exi
         yield starting
     finally:
         over.set()
+        _hear_no_more()
+
+
+_heard: list[SignalSocket] = []  # that of a start, until the watch hears stop signals
+
+
+def _hear_no_more() -> None:
+    while _heard:
+        _heard.pop().close()
 
 
 # ---------------------------------------------------------------------------------------------- the end
@@ -186,8 +207,9 @@ def ending(*, suspended: bool = False) -> Iterator[None]:
 
 
 def stop() -> None:
-    """Watch this process no longer: another training begins in it."""
+    """Watch this process no longer: another training begins in it, or its watch."""
     global _current
+    _hear_no_more()
     if _current is not None:
         _current.over.set()
     _current = None

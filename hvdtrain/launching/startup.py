@@ -15,6 +15,7 @@ from hvdtrain.launching import import_timeout
 
 # Signals that end what comes before training in one line, with this exit code. SIGUSR1 asks a run to save and stop.
 EXIT_CODE_OF_SIGNAL = {signal.SIGINT: 130, signal.SIGUSR1: 75}
+UNSAVED = "hvdtrain: {} before training: nothing to save\n"
 paused = False  # whether `begin` has disabled the garbage collector
 
 
@@ -61,7 +62,7 @@ def leave_signals() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, f"hvdtrain: {signal.Signals(number).name} before training: nothing to save\n".encode())
+    os.write(2, UNSAVED.format(signal.Signals(number).name).encode())
     os._exit(EXIT_CODE_OF_SIGNAL[signal.Signals(number)])
 
 

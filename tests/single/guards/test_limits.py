@@ -1,5 +1,6 @@
 """A start that does not come to an end; and a process that does not come to its end after training: real ones."""
 
+import signal
 import threading
 import time
 
@@ -61,6 +62,15 @@ def test_it_is_ended_and_says_where(name, ends):
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_who_works_on_is_left_alone(name, ends):
     assert ends[name] == (0, "kept", "")
+
+
+def test_a_request_to_stop_ends_the_start_until_the_watch_hears_it(tmp_path):
+    body = "import os, signal\nwith limits.limited_start(limits.HangTimeouts()):\n    {}"
+    asks = "os.kill(os.getpid(), signal.SIGUSR1); time.sleep(60)"
+    programs = {"start": body.format(asks), "watch": body.format(f"limits.stop(); {asks}"), "none": body.format("pass")}
+    ends = {name: (done.code, done.err) for name, done in ends_of(BEGIN, programs, tmp_path).items()}
+    assert ends.pop("start") == (75, "hvdtrain: SIGUSR1 before training: nothing to save\n")
+    assert ends == {"watch": (-signal.SIGUSR1, ""), "none": (0, "")}
 
 
 @pytest.fixture
