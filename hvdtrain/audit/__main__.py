@@ -166,7 +166,8 @@ def junit(rows: Rows, path: str) -> None:
             case = ElementTree.SubElement(suite, "testcase", of_kill, name=name)
             if verdict.status != "ok":
                 element = "failure" if verdict.status == "fails" else "skipped"
-                ElementTree.SubElement(case, element, message=verdict.text)
+                said = "".join(c if c.isprintable() else "?" for c in verdict.text)  # XML has no control characters
+                ElementTree.SubElement(case, element, message=said)
     suite.attrib |= {"tests": str(len(suite)), "failures": str(len(suite.findall(".//failure")))}
     ElementTree.ElementTree(suite).write(path)
 

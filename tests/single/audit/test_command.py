@@ -14,6 +14,7 @@ import pytest
 
 from hvdtrain import audit
 from hvdtrain.audit import __main__ as command
+from hvdtrain.audit.verdicts import fails
 from tests.audited import forked
 from tests.e2e.launchers import environment
 
@@ -113,6 +114,13 @@ def test_the_folder_is_a_package_of_its_own(server, tmp_path):
     assert int(ElementTree.parse(tmp_path / "j.xml").getroot().attrib["failures"]) == 4
     again = subprocess.run(line, shell=True, **run)
     assert again.stdout.partition("guarantee")[2] == done.stdout.partition("guarantee")[2]
+
+
+def test_a_junit_file_can_be_read_whatever_the_program_has_said(tmp_path):
+    verdicts = {"resumes": fails("it ends with 1: \x1b[31mno file \udcff\x1b[0m")}
+    command.junit([{"number": 1, "kill": "SIGKILL of rank 0", "verdicts": verdicts}], f"{tmp_path}/j.xml")
+    (failure,) = ElementTree.parse(tmp_path / "j.xml").findall(".//failure")
+    assert failure.attrib["message"] == "it ends with 1: ?[31mno file ??[0m"
 
 
 @pytest.mark.parametrize(
