@@ -66,9 +66,9 @@ def check_interfaces(findings: Findings, here: Here) -> None:
     for variable in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"):
         named = os.environ.get(variable, "")
         for name in [] if named.startswith("^") else named.split(","):  # ^: all but these
-            # NCCL takes "=eth0" as a whole name, and "eth" as the beginning of names.
-            plain = name.lstrip("=")
-            if plain and "/" not in plain and not any(interface.startswith(plain) for interface in known):
+            # NCCL and Gloo take "eth" as the beginning of names; MPI, and NCCL "=eth", as a whole one.
+            plain, whole = name.lstrip("="), named.startswith("=") or variable.startswith("OMPI")
+            if plain and "/" not in plain and plain not in (each[: None if whole else len(plain)] for each in known):
                 what = f"{variable}={name}: no such interface here"
                 do = f"name one of {', '.join(sorted(known))} ({variable}, or --interface)"
                 findings.problem(what, "the ranks would not find each other", do)

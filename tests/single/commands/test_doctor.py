@@ -139,14 +139,23 @@ def test_errors_that_nvidia_smi_counts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("named", "missing"),
-    [("^docker,virbr", []), ("=lo", []), ("lo,ib9", ["problem: NCCL_SOCKET_IFNAME=ib9: no such interface here"])],
+    ("variable", "named", "missing"),
+    [
+        ("NCCL_SOCKET_IFNAME", "^docker,virbr", []),
+        ("NCCL_SOCKET_IFNAME", "=lo", []),
+        ("NCCL_SOCKET_IFNAME", "l", []),
+        ("NCCL_SOCKET_IFNAME", "=l", ["=l"]),
+        ("NCCL_SOCKET_IFNAME", "lo,ib9", ["ib9"]),
+        ("GLOO_SOCKET_IFNAME", "l", []),
+        ("OMPI_MCA_btl_tcp_if_include", "l,127.0.0.0/8,lo", ["l"]),
+    ],
 )
-def test_interfaces_that_are_named_must_be_there_but_not_those_that_are_excluded(named, missing, monkeypatch):
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", named)
+def test_interfaces_that_are_named_must_be_there_but_not_those_that_are_excluded(variable, named, missing, monkeypatch):
+    monkeypatch.setenv(variable, named)
     found = Findings()
     host.check_interfaces(found, Here(SimpleNamespace()))
-    assert [fault.partition(": name one of")[0] for fault in faults(found) if "IFNAME" in fault] == missing
+    expected = [f"problem: {variable}={name}: no such interface here" for name in missing]
+    assert [fault.partition(": name one of")[0] for fault in faults(found) if variable in fault] == expected
 
 
 @pytest.mark.parametrize(("listed", "taken"), [(["fd00::5"], "fd00::5"), (["fd00::5", "10.0.0.5"], "10.0.0.5")])
