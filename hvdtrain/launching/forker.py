@@ -27,7 +27,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TextIO
 
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.lines import warn
@@ -299,8 +299,8 @@ def become_rank(
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, asked.cores)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = stream_of(1, unbuffered), stream_of(2, unbuffered, errors="backslashreplace")
+    like = (sys.stdin, sys.stdout, sys.stderr)
+    sys.stdin, sys.stdout, sys.stderr = (stream_of(number, like[number], unbuffered) for number in range(3))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc] # they are Final
     if "numpy" in sys.modules:  # else its global generator would be the same in all ranks. (Python reseeds its own.)
         sys.modules["numpy"].random.seed()
@@ -314,9 +314,11 @@ def become_rank(
     run_script.run_rank(program, lambda code: tell(connection, FAILED + b" %d" % code))
 
 
-def stream_of(number: int, unbuffered: bool, errors: str = "strict") -> io.TextIOWrapper:
-    """Return a standard stream as the interpreter creates it at startup. number: the file descriptor."""
-    made = open(number, "w", errors=errors, closefd=False)  # noqa: SIM115
+def stream_of(number: int, like: TextIO | None, unbuffered: bool) -> io.TextIOWrapper:
+    """Return a standard stream as the interpreter creates it at startup. number: the file descriptor. like: that of this
+    process, whose encoding is by the locale, PYTHONIOENCODING and others; None if it was closed."""
+    encoding, errors = getattr(like, "encoding", None), getattr(like, "errors", "backslashreplace")
+    made = open(number, "w" if number else "r", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
     # Trap: `write_through` alone fills the buffer below the text, which a killed rank loses. And lines stay whole.
     lines = unbuffered or number == 2 or os.isatty(number)
     made.reconfigure(line_buffering=lines, write_through=unbuffered)

@@ -80,7 +80,7 @@ BUDGETS = {
     # With calls that Python refuses, and an output directory that is None.
     # And Ctrl-C after a stop, what is left of a program for DDP.
     # And what a rank cannot write at its end, a process that may open no more files.
-    "hvdtrain/launching": 2423,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
+    "hvdtrain/launching": 2425,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
     # With --virtual-ranks, a `break`, the number of batches of an evaluation, an output directory that is a text.
     # And lists of rows, calls with a remedy.
     # And a stop that a program catches, test sets that differ between ranks.
@@ -164,7 +164,7 @@ BUDGETS = {
     # And a second loop within an epoch, loops that are left after the last batch.
     # And parameters of virtual ranks that are empty, or frozen whole.
     # And sources that cannot be read, a process that may open no more files.
-    "tests/single": 27743,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27752,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 

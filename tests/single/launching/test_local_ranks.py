@@ -263,6 +263,15 @@ print("no line end", end="")
     assert (code, out) == (137, "said\n")
 
 
+def test_a_rank_reads_and_writes_as_the_environment_says(start):
+    """It failed where it printed what the locale lacks."""
+    run = start(
+        "import sys; print(*(each.encoding for each in (sys.stdin, sys.stdout, sys.stderr)))", 1, LC_ALL="C",
+        PYTHONIOENCODING="latin-1",
+    )  # fmt: skip
+    assert run.ends() == (0, f"{' '.join(['iso8859-1'] * 3)}\n", "")
+
+
 def test_ranks_share_a_module_of_the_forker_and_run_its_exit_handlers_but_not_its_finalizers(start, tmp_path):
     (tmp_path / "shared.py").write_text("""
 import atexit, os, weakref
