@@ -50,8 +50,8 @@ class Board:
             self._at = self._at if at is None else int(at)
         if name in ("resume", "train", "evaluate"):
             if self._writer is None:
-                # TensorBoard hides what an earlier attempt wrote after the position from which this one resumed.
-                purge = self._at + 1 if self._continued else None
+                # TensorBoard hides what an earlier attempt wrote after the position to which this one has gone back.
+                purge = (self._at + 1) * (name == "resume") if self._continued else None
                 self._writer = self._make(str(self._directory), purge_step=purge, flush_secs=10)
             for tag, value in tagged_values(name, fields, self._metrics).items():
                 self._writer.add_scalar(tag, value, self._at)

@@ -184,6 +184,9 @@ def test_what_was_written_beyond_the_point_of_return_is_hidden(shown):
     assert len(shown(*(event("train", step=n, samples=8 * n, loss=n) for n in (1, 2, 3)))["train/loss"]) == 3
     found = shown(event("resume", step=1, samples=8), event("train", step=2, samples=16, loss=5), continued=True)
     assert found["train/loss"] == [(8, 1.0), (16, 5.0)]
+    # Without a checkpoint, from the beginning.
+    found = shown(*(event("train", step=n, samples=8 * n, loss=-n) for n in (1, 2)), continued=True)
+    assert found["train/loss"] == [(8, -1.0), (16, -2.0)]
 
 
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
