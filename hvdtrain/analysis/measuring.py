@@ -90,7 +90,7 @@ def sweep_messages(engine: Engine, flags: Flags) -> list[MessageRow]:
         about = f"{engine.size} rank{'s'[: engine.size > 1]}, {engine.description}, {engine.device.type}, sum"
         lines.say(f"{about}\n{' '.join(f'{name:>11}' for name in TABLE_COLUMNS)}")
     for dtype in [flags.dtype] if flags.dtype else MESSAGE_DTYPES:
-        size = flags.min_bytes
+        size = max(flags.min_bytes, MESSAGE_DTYPES[dtype].itemsize)  # once, what is no more than one number
         while size <= flags.max_bytes:
             count = max(1, size // MESSAGE_DTYPES[dtype].itemsize)
             rows.append(measure_messages(engine, dtype, count, flags.seconds_per_size))

@@ -23,6 +23,7 @@ from hvdtrain import cli
 from hvdtrain.analysis import measuring
 from hvdtrain.analysis.launching import VARIANTS, command, run_job
 from hvdtrain.engines import lines
+from hvdtrain.engines.cores import cores_here
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.launchers import announced
 from hvdtrain.flags import Flags
@@ -79,7 +80,7 @@ def settle_passed(flags: Flags, argv: Sequence[str]) -> None:
     flags.engines = flags.engines or ["horovod", "ddp"]
     flags.output_dir = flags.output_dir or Path("runs/scaling")
     # As many as the largest number of ranks has cores for: every rank has the same in all runs.
-    flags.threads = flags.threads or max(1, len(os.sched_getaffinity(0)) // flags.np[-1])
+    flags.threads = flags.threads or max(1, cores_here(os.environ, announced()) // flags.np[-1])
     flags.passed = [*passed, "--model", flags.model, "--repeats", str(flags.repeats), "--threads", str(flags.threads)]
 
 

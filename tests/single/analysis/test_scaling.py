@@ -83,6 +83,8 @@ def test_threads_follow_from_the_machine(flags, ranks, threads, monkeypatch):
     monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda process: range(4))
     found = parse(flags.split())
     assert (found.np, found.threads) == (ranks, threads)
+    monkeypatch.setattr("hvdtrain.engines.cores.cpu_quota", lambda: 2.0)  # of a container
+    assert parse(["--np", "1"]).threads == 2
 
 
 def test_it_is_not_for_many_ranks(monkeypatch):
@@ -325,6 +327,9 @@ def test_sizes_and_types_are_those_that_were_asked_for_and_are_written(monkeypat
         assert run(f"{flags} {dtype}", monkeypatch) == 0
         rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
         assert [(row["bytes"], row["dtype"]) for row in rows] == [(size, t) for t in types for size in (16, 32, 64)]
+    assert run(f"--min-bytes 1 --max-bytes 4 --seconds-per-size 0.01 --output-dir {tmp_path}", monkeypatch) == 0
+    rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
+    assert [(row["bytes"], row["dtype"]) for row in rows] == [(4, "float32"), (2, "float16"), (4, "float16")]
 
 
 def test_what_could_not_be_kept_is_not_begun(capsys, monkeypatch, tmp_path):
