@@ -27,6 +27,8 @@ from hvdtrain.checks.findings import Findings, Here, merged, show
 from hvdtrain.engines.choice import start_engine
 from hvdtrain.engines.launchers import announced, lack_of_horovod
 from hvdtrain.flags import Flags
+from hvdtrain.guards.judge import HangTimeouts
+from hvdtrain.guards.limits import limited_start
 from hvdtrain.launching.exit_codes import LINGER_SECONDS, run_command
 
 
@@ -98,7 +100,7 @@ def main() -> int:
             check(findings, here)
     engine = None
     if findings.worst() != "problem":  # else the engine would hang or abort
-        with findings.check("start"):
+        with findings.check("start"), limited_start(HangTimeouts()):
             engine = start_engine(flags.engine, device=flags.device)
     if engine is None:
         time.sleep(LINGER_SECONDS if announced().rank else 0)  # rank 0 prints first; mpirun then ends the others

@@ -41,7 +41,7 @@ from hvdtrain.launching.rendezvous import (
 )
 
 MEETING_SECONDS = 120.0  # how long ranks wait for each other at the start
-COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: guards/timeouts.py says how long a rank may keep the others waiting
+COLLECTIVES_TIMEOUT = timedelta(days=30)  # none: guards/judge.py says how long a rank may keep the others waiting
 MEETINGS = itertools.count()  # number of rendezvous in this process; the same on every rank
 
 

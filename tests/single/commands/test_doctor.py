@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from hvdtrain import doctor
 from hvdtrain.checks import host, nvidia_smi, ranks
 from hvdtrain.checks.findings import Findings, Here, show
+from hvdtrain.guards import limits
 
 # Columns and spellings are those of driver 580; the values are made up.
 GPU = "NVIDIA H100 80GB HBM3, 81559, 580.65.06, Disabled, Default"
@@ -198,6 +200,17 @@ def test_the_doctor_names_a_gpu_that_would_be_left_idle(tmp_path, monkeypatch, c
         assert doctor.main() == code
         said = [f["what"] for f in json.loads(capsys.readouterr().out)["findings"] if f["level"] == "problem"]
         assert [what.partition(" (")[0] for what in said] == ["torch sees none of the 1 GPUs of this host"] * code
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_in_training(monkeypatch, capfd):
+    """Horovod over MPI waits for ever, and the doctor said nothing."""
+    monkeypatch.setattr(limits, "LIMIT_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "WAITING_LINE_SECONDS", 0.03)
+    monkeypatch.setattr(doctor, "start_engine", lambda *_, **__: time.sleep(0.5))
+    monkeypatch.setattr(doctor, "ALONE", ())
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--engine", "serial"])
+    doctor.main()
+    assert "waits for the other ranks to start the engine, at " in capfd.readouterr().err
 
 
 def test_a_check_that_fails_is_a_finding_and_hides_no_other(monkeypatch, capsys):
