@@ -54,7 +54,7 @@ def check_name(findings: Findings, here: Here) -> None:
 
 def address_of_host(name: str) -> str:
     """Return an address of a host: of IPv4, if it has one. Raises OSError."""
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(os.fsencode(name), None, type=socket.SOCK_STREAM)  # bytes: any name that a host may have
     return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 

@@ -172,6 +172,14 @@ def test_a_name_may_have_addresses_of_ipv6_alone(listed, taken, monkeypatch):
     assert (faults(found), here.address) == ([], taken)
 
 
+def test_a_name_may_be_as_long_as_linux_allows(monkeypatch):
+    """Python takes no text of 64 characters without a dot for a name, but bytes."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "a" * 64)
+    found = Findings()
+    host.check_name(found, Here(None))
+    assert f"this host's name {'a' * 64} does not resolve" in "".join(faults(found))
+
+
 def test_a_user_id_without_a_name_needs_a_home(monkeypatch):
     found = Findings()
     monkeypatch.delenv("HOME")
