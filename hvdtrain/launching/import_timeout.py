@@ -129,15 +129,20 @@ class ImportHook:
         import importlib.util
 
         sys.meta_path.remove(self)
-        with self.during():
-            spec = importlib.util.find_spec(fullname)
+        try:
+            with self.during():
+                spec = importlib.util.find_spec(fullname)
+        finally:  # until it is imported: a program may ask first whether it is there
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module: "ModuleType") -> None:
                 with self.during():
                     load(module)
-                self.then(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.then(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign] # of this loader alone
         return spec

@@ -455,12 +455,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
         if fullname != "torch":
             return None
         sys.meta_path.remove(self)
-        if (spec := importlib.util.find_spec(fullname)) and spec.loader:
+        spec = importlib.util.find_spec(fullname)
+        sys.meta_path.insert(0, self)  # until it is imported: a program may ask first whether it is there
+        if spec and spec.loader:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                attach(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    attach(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,19 @@ def test_where_a_tensor_begins_in_memory_does_not_count_and_each_value_does(reco
     changed = values.clone()
     changed[count // 2] = -1.0
     assert recorder.raw(values) != recorder.raw(changed)
+
+
+def test_a_program_may_ask_first_whether_torch_is_there(recorder, monkeypatch):
+    """As transformers does: it was refused, because no step was seen."""
+    attached, hook = [], recorder.AfterImport()
+    monkeypatch.setattr(recorder, "attach", attached.append)
+    loader = SimpleNamespace(exec_module=lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace(loader=loader))
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    for _ in ("asked for", "imported"):
+        spec = hook.find_spec("torch")
+    spec.loader.exec_module("torch")
+    assert (attached, hook in sys.meta_path) == (["torch"], False)
 
 
 @pytest.mark.parametrize(("inner", "grad", "rows"), [(True, True, 2), (False, True, 0), (True, False, 0)])

@@ -1,5 +1,6 @@
 """A rank's report to its wrapper that Python runs, and the time limit for importing torch. `torch` is a file of the test."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -44,6 +45,16 @@ def test_an_import_of_torch_that_hangs_ends_the_rank(hang, says, tmp_path):
     assert ("hvdtrain: error: rank 0 on " in done.stderr) == says
     assert ("could not import torch within 0 s: is its file system slow?" in done.stderr) == says
     assert f'File "{tmp_path}/torch.py", line 2' in done.stderr
+
+
+def test_a_program_may_ask_first_whether_a_module_is_there(tmp_path, monkeypatch):
+    (tmp_path / "asked_for.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    hook = import_timeout.ImportHook("asked_for", seen.append)
+    assert importlib.util.find_spec("asked_for") is not None
+    module = importlib.import_module("asked_for")
+    assert (seen, hook in sys.meta_path) == ([module], False)
 
 
 def test_a_rank_whose_output_nobody_reads_is_ended_too(tmp_path):
