@@ -1,7 +1,7 @@
 """What a checkpoint has of models, optimizers, the loss scaler and registered objects: rank 0's."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.optim import lr_scheduler
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.differences import chosen_for
-from hvdtrain.checkpoint.own import digest_of_values, persistent_buffers, tensor_checksum
+from hvdtrain.checkpoint.own import persistent_buffers
 from hvdtrain.checkpoint.resume import Resume
+from hvdtrain.checkpoint.sums import digest_of_values, tensor_checksum
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
 from hvdtrain.engines.modules import named_parameters, uncompiled_name
@@ -158,19 +159,32 @@ class Objects:
 
     def restore(self, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
         """Restore models, optimizers and loss scaler. A collective. tensors: on rank 0."""
+        self._of_program = settings_of(self.prepared.optimizers)
+        self._load(facts, tensors, require=self._resume.require_choices)
+        self._restored = self._sums_of_weights()
+
+    def _load(
+        self, facts: Facts, tensors: Mapping[str, Tensor], require: Callable[[Facts], None] = lambda chosen: None
+    ) -> None:
+        """Give models, optimizers and loss scaler what a checkpoint has. require: compares what the program has chosen."""
         prepared, optimizers = self.prepared, self.prepared.optimizers
-        self._of_program = settings_of(optimizers)
         with self._engine.raising_together("checkpoint"):
             if tensors:
                 contents.load_content((facts, tensors), prepared.models, optimizers)
-                self._resume.require_choices(self._chosen)
+                require(self._chosen)
         for model in prepared.models:
             self._engine.broadcast_model(model)
         for optimizer in optimizers:
             self._engine.broadcast_optimizer_state(optimizer)
         if facts["scaler"]:
             prepared.scaler.load_state_dict(facts["scaler"])
-        self._restored = self._sums_of_weights()
+
+    def load_earlier(self, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+        """Give them, and registered objects, what an earlier checkpoint of the run has. A collective."""
+        self._load(facts, tensors)
+        for name, state in self._states_in(tensors, self.registered):
+            if state is not None:
+                contents.load_registered(name, self.registered[name], state)
 
     # ---- the settings of optimizers
 
@@ -224,13 +238,10 @@ class Objects:
             self.require_registered(name, what)
         with self._engine.raising_together("checkpoint"):
             self._resume.require_choices(chosen)
-        held = contents.decoded(tensors[contents.OBJECTS])["registered"] if tensors else {}
-        packed_states = self._engine.broadcast_object({name: held.get(name) for name in objects}, "registered")
-        for name, what in objects.items():
-            packed = packed_states[name]
-            if packed is None:
+        for name, state in self._states_in(tensors, objects):
+            what = objects[name]
+            if state is None:
                 raise UserError(f"the checkpoint has no state of {name!r}: {contents.REGISTER}", everywhere=True)
-            state = self._engine.broadcast_tensors(packed, lambda place: tensors[place], f"registered.{name}")
             if self._resume.lengthened and redone(what, state):
                 self._begun_again.append(what.optimizer)
             else:
@@ -238,6 +249,15 @@ class Objects:
         self.restore_settings(
             [what.optimizer for what in objects.values() if isinstance(what, lr_scheduler.LRScheduler)]
         )
+
+    def _states_in(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Yield what a checkpoint has of each registered object; None: nothing. A collective. tensors: on rank 0."""
+        held = contents.decoded(tensors[contents.OBJECTS])["registered"] if tensors else {}
+        for name, packed in self._engine.broadcast_object(
+            {name: held.get(name) for name in names}, "registered"
+        ).items():
+            of_name = f"registered.{name}"
+            yield name, packed and self._engine.broadcast_tensors(packed, lambda place: tensors[place], of_name)
 
     def require_registered(self, name: str, what: object) -> None:
         """Raise UserError on every rank if the checkpoint has no object of this name and class."""

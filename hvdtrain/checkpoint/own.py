@@ -10,16 +10,14 @@ dictionaries of all ranks of the checkpoint, so that a provider can say what bec
 Of more than `collectives.MANY` ranks, running statistics and generators are one state for all, in rank 0's dictionary.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.checkpoint import contents
+from hvdtrain.checkpoint.sums import digest_of_values
 from hvdtrain.engines import collectives
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError
@@ -32,7 +30,7 @@ from hvdtrain.engines.modules import (
     running_statistics,
     uncompiled_name,
 )
-from hvdtrain.engines.portable import as_row, difference_of_values, flattened, require_no_meta, to_json, unflattened
+from hvdtrain.engines.portable import difference_of_values, flattened, require_no_meta, to_json, unflattened
 
 OWN, BYTES = "own", "own.bytes"
 EXTRA = "extra "  # prefix of the providers of `ExtraState`
@@ -94,6 +92,9 @@ class Provider:
     def load(self, saved: Saved) -> None:
         """Take it back, also where the checkpoint has nothing of it. Raises UserError, the same on every rank."""
 
+    def load_earlier(self, saved: Saved) -> None:
+        """Have what an earlier checkpoint has between two loops (ended_loops.py). Keep what is loaded for the next one."""
+
 
 class Own:
     """Saves and restores what providers have. same: see `Saved`."""
@@ -111,14 +112,17 @@ class Own:
     def add(self, name: str, provider: Provider) -> None:
         """Save this, too, from now on, and load it if the run is resumed."""
         self._providers[name] = provider
-        if self._saved is None:
-            return
-        for_all = self._saved[0].get(COMMON + name)
-        packed = [one.get(name) for one in self._saved] if for_all is None else [for_all]
+        if self._saved is not None:
+            self._load(name, self._saved, provider.load)
+
+    def _load(self, name: str, ranks: Sequence[dict[str, tuple[Any, Tensor]]], load: Callable[[Saved], None]) -> None:
+        """Let a provider load what each rank of a checkpoint has."""
+        for_all = ranks[0].get(COMMON + name)
+        packed = [one.get(name) for one in ranks] if for_all is None else [for_all]
         states = [None if one is None else unflattened(*one) for one in packed]
         for rank in self.ranks:
             with self.as_rank(rank):
-                provider.load(Saved(states, rank, self.count, self._same, common=for_all is not None))
+                load(Saved(states, rank, self.count, self._same, common=for_all is not None))
 
     def save(self, moment: Moment) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint. A collective. Raises UserError on every rank."""
@@ -169,8 +173,17 @@ class Own:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Read what providers load when they are added. A collective. tensors: of the checkpoint, on rank 0."""
+        self._saved = self._read(tensors)
+
+    def _read(self, tensors: Mapping[str, Tensor]) -> list[dict[str, tuple[Any, Tensor]]]:
         ranks, row = contents.decoded(tensors[OWN]) if tensors else None, tensors.get(BYTES, NO_BYTES)
-        self._saved = unpacked_states(*self._engine.broadcast_packed(ranks, row, "checkpoint.own"))
+        return unpacked_states(*self._engine.broadcast_packed(ranks, row, "checkpoint.own"))
+
+    def load_earlier(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let providers have what an earlier checkpoint has. A collective. tensors: of that, on rank 0."""
+        ranks = self._read(tensors)
+        for name, provider in self._providers.items():
+            self._load(name, ranks, provider.load_earlier)
 
     def forget(self) -> None:
         """Free what was read."""
@@ -194,11 +207,6 @@ def unpacked_states(ranks: Sequence[PackedStates], row: Tensor) -> list[dict[str
     """Return, of each rank and by provider, what `flattened` had returned. row: all bytes."""
     rows = iter(row.split([length for one in ranks for _, length in one.values()]))
     return [{name: (value, next(rows)) for name, (value, _) in one.items()} for one in ranks]
-
-
-def digest_of_values(state: Any) -> str:
-    """Return a hash of nested values."""
-    return hashlib.sha256(json.dumps(to_json(state, lambda tensor: int(tensor_checksum(tensor)))).encode()).hexdigest()
 
 
 # ---- buffers
@@ -252,6 +260,8 @@ class Buffers(Provider):
         averaged = {id(buffer) for buffer in running_statistics(self._models)} if not saved.goes_on else set[int]()
         for name, buffer in here.items():
             buffer.copy_(mean([one[name] for one in saved.states]) if id(buffer) in averaged else there[name])
+
+    load_earlier = load
 
 
 def mean(values: Sequence[Tensor]) -> Tensor:
@@ -357,6 +367,12 @@ class Modes(Provider):
     def load(self, saved: Saved) -> None:
         self._in_loop, self._loaded = saved.state or [], True
 
+    def load_earlier(self, saved: Saved) -> None:
+        newest = self._in_loop
+        self.load(saved)
+        self.begin(1)
+        self._in_loop, self._loaded = newest, True
+
     def set(self) -> None:
         """Give modules and parameters what they had when this was noted last."""
         changed = set(self._in_loop)
@@ -394,6 +410,8 @@ class Unlike(Provider):
         else:
             self._say(f"each rank had its own {self._name}: on another number of ranks, all begin with rank 0's")
 
+    load_earlier = load
+
 
 def unlike_integers(models: Sequence[nn.Module], say: Callable[[str], None]) -> Unlike:
     """Return the buffers that are no floating-point numbers, such as the position in a queue of samples."""
@@ -429,72 +447,3 @@ def unlike_object(name: str, what: Any, say: Callable[[str], None]) -> Unlike:
         )
 
     return Unlike(name, take, give, say)
-
-
-# ---- sums by which ranks compare tensors, without sending them
-
-# Elements that are computed at a time. Positions and products are of int64, four times the memory of float32 values: on CPUs
-# they stay in the cache, and a GPU is given enough to do for each kernel.
-CHUNK, CHUNK_ON_GPU = 2**18, 2**22
-
-
-def tensor_checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 scalar: the sum over all values of their bits times their position (from 1), modulo 2^64.
-
-    It changes if a single bit flips, or if two different values are swapped. Computed on the tensor's device.
-    """
-    return checksums([tensor])[0]
-
-
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of each tensor, int64 [n]. All are on one device, where each takes two kernels if it is small."""
-    sums, device = [], tensors[0].device
-    limit = CHUNK if device.type == "cpu" else CHUNK_ON_GPU
-    longest = max(tensor.numel() * max(1 + tensor.is_complex(), tensor.element_size() // 4) for tensor in tensors)
-    positions = torch.arange(1, min(limit, longest) + 1, device=device)
-    for tensor in tensors:
-        values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        # Numbers of 8 bytes as two: times an even position, the highest bit of one, its sign, is 0 modulo 2^64.
-        kind = {1: torch.int8, 2: torch.int16}.get(size := values.element_size(), torch.int32)
-        total: Any = None
-        done = 0
-        for chunk in chunks(values, limit * 4 // max(4, size)):
-            bits = chunk.view(kind)
-            places = positions[: len(bits)] if done == 0 else positions[: len(bits)] + done
-            # Overflows of int64 wrap around: the sum modulo 2^64 does not depend on the order of addition.
-            one = (bits * places).sum()
-            # Added at once: sums that are kept between the products keep their memory from being used again.
-            total = one if total is None else total.add_(one)
-            done += len(bits)
-        sums.append(total)
-    return torch.stack(sums)
-
-
-def chunks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Yield the elements in order, as flat tensors of at most `limit` elements. Only the current one may be copied."""
-    if tensor.is_contiguous():
-        yield from as_row(tensor).split(limit)
-        return
-    rows = limit // tensor[0].numel()
-    for part in tensor.split(max(1, rows)):  # channels_last, for instance
-        yield from [as_row(part)] if rows else chunks(part[0], limit)
-
-
-def require_same_on_all(engine: Engine, registered: Mapping[str, object]) -> None:
-    """Raise UserError on every rank if a registered module has other values on another rank: of these, a checkpoint holds
-    those of rank 0. Or if a scheduler has other rates there: the weights would differ after a step. A collective."""
-    for name, what in registered.items():
-        if not isinstance(what, (nn.Module, LRScheduler)) or engine.size == 1:
-            continue
-        if isinstance(what, LRScheduler):
-            sums = [repr(getattr(what, key, None)) for key in ("last_epoch", "base_lrs", "_last_lr")]
-        else:
-            sums = [
-                str(int(tensor_checksum(value))) for key, value in what.state_dict().items() if not is_extra(key, value)
-            ]
-        rows = engine.all_gather_object(sums, f"register.{name}")
-        for rank, row in enumerate(rows):
-            if row != rows[0]:
-                message = f"{type(what).__name__} has other values on rank {rank} than on rank 0"
-                remedy = "create it alike on all ranks, or load the same state_dict"
-                raise UserError(f"run.register({name}=...): the {message}: {remedy}", everywhere=True)

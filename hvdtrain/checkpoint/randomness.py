@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.checkpoint.own import Moment, Provider, Saved, digest_of_values
+from hvdtrain.checkpoint.own import Moment, Provider, Saved
+from hvdtrain.checkpoint.sums import digest_of_values
 from hvdtrain.engines import collectives
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.portable import difference_of_values
@@ -105,6 +106,10 @@ class Generators(Provider):
             self._set(began)
         self._held, self._seeds_anew = None, False  # a second loop goes on with its own
 
+    def leave_loop(self) -> None:
+        """Restore the states of the last step, where a limit of steps has ended the loop that is resumed."""
+        self._set(self._go_on or {})
+
     def begin_epoch(self) -> None:
         """Note the states at the head of an epoch."""
         if self._keeps:
@@ -174,6 +179,14 @@ class Generators(Provider):
         if unlike:
             message = f"the checkpoint has {' and '.join(unlike)} of {len(pairs)} ranks, each another one"
             self._say(f"{message}: on the other ranks, they begin from new seeds")
+
+    def load_earlier(self, saved: Saved) -> None:
+        newest = self._held, self._seeds_anew
+        self.load(saved)
+        if self._held is not None:
+            began, go_on = self._held
+            self._set(go_on or began)  # after an epoch, there is one
+        self._held, self._seeds_anew = newest
 
 
 def reseed(generator: object, seed: int) -> None:

@@ -6,22 +6,54 @@ comes to that evaluation.
 """
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 from hvdtrain.checkpoint import contents
 from hvdtrain.checkpoint.checkpoint import Facts
 from hvdtrain.checkpoint.objects import GroupSettings, settings_of
-from hvdtrain.checkpoint.own import Modes, Moment
+from hvdtrain.checkpoint.own import Modes, Moment, extra_state, load_extra_state
 from hvdtrain.engines.collectives import load_exactly
 from hvdtrain.engines.portable import difference_of_values, from_json, to_json
 from hvdtrain.loop.prepare import Prepared
 from hvdtrain.loop.state import TrainState
 
+Groups = list[dict[str, Any]]  # of an optimizer
 Changed = list[list[Any]]  # JSON: optimizer, group, name of a setting, its value before the epoch's head, and after it
+
+
+class States:
+    """The states of this rank's models, optimizers and registered objects at one moment."""
+
+    def __init__(self, prepared: Prepared, registered: Mapping[str, Any]):
+        self._optimizers = prepared.optimizers
+        self._others = {name: one for name, one in registered.items() if not isinstance(one, nn.Module)}
+        modules = [*prepared.models, *(one for one in registered.values() if isinstance(one, nn.Module))]
+        self._tensors = [(one, one.clone()) for module in modules for one in contents.tensors_of(module).values()]
+        self._extra = [(module, copy.deepcopy(held)) for module in modules if (held := extra_state(module))]
+        # A state_dict has the tensors of the optimizer themselves, which the program is about to change.
+        self._of_optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._optimizers]
+        self._of_others = {name: copy.deepcopy(one.state_dict()) for name, one in self._others.items()}
+
+    def put_back(self, groups_of: Callable[[int, Groups], Groups] = lambda number, held: held) -> None:
+        """Give all objects these states. groups_of: returns the settings that an optimizer gets, by its number."""
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                tensor.copy_(before)
+        for module, extra in self._extra:
+            if difference_of_values(extra, extra_state(module)):
+                load_extra_state(module, extra)
+        for number, (optimizer, held) in enumerate(zip(self._optimizers, self._of_optimizers, strict=True)):
+            wanted = held | {"param_groups": groups_of(number, held["param_groups"])}
+            if difference_of_values(wanted, optimizer.state_dict()):
+                load_exactly(optimizer, wanted)
+        for name, state in self._of_others.items():
+            if difference_of_values(state, self._others[name].state_dict()):
+                self._others[name].load_state_dict(state)
 
 
 class ResumedEpoch:
@@ -32,16 +64,14 @@ class ResumedEpoch:
     ):  # fmt: skip
         """registered: objects by name, also later ones. facts: of the checkpoint that is resumed. lengthened: with another
         number of epochs or steps."""
-        self._models, self._optimizers, self._registered = prepared.models, prepared.optimizers, registered
+        self._prepared, self._optimizers, self._registered = prepared, prepared.optimizers, registered
         self.modes, self._lengthened = modes, lengthened
         facts = facts or {}
         self._changed: Changed | None = facts.get("head", [])  # None: it follows from the settings
         self._stopped_in: int = facts.get("evaluation", 0)  # the evaluation of the epoch, from 1; 0: none
         self._before: GroupSettings = []
         self._after: GroupSettings | None = None
-        self._tensors: list[tuple[Tensor, Tensor]] = []
-        self._states: list[Any] = []  # of the optimizers
-        self._others: dict[str, Any] | None = None  # states of registered objects, by name; None: nothing is noted
+        self._states: States | None = None  # None: nothing is noted
         self._begins = False  # nothing of the epoch has run yet
         self._evaluations = 0  # of this epoch, outside of its steps
 
@@ -50,12 +80,7 @@ class ResumedEpoch:
         self.modes.begin(state.step)
         if not state.samples_of_epoch and not self._stopped_in:
             return
-        others = {name: what for name, what in self._registered.items() if not isinstance(what, nn.Module)}
-        modules = [*self._models, *(what for what in self._registered.values() if isinstance(what, nn.Module))]
-        self._tensors = [(one, one.clone()) for module in modules for one in contents.tensors_of(module).values()]
-        # A state_dict has the tensors of the optimizer themselves, which the program is about to change.
-        self._states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._optimizers]
-        self._begins, self._others = True, {name: copy.deepcopy(what.state_dict()) for name, what in others.items()}
+        self._begins, self._states = True, States(self._prepared, self._registered)
         # The head runs again, and would apply a relative change, such as a halved rate, a second time.
         for number, group, name, before, _ in self._changed or () if self._lengthened else ():
             if not self._is_scheduled(self._optimizers[number]):
@@ -70,7 +95,7 @@ class ResumedEpoch:
 
     def begin_steps(self, state: TrainState) -> None:
         """Undo what the head of an epoch that is resumed has changed."""
-        if self._others is None:
+        if self._states is None:
             self._after = settings_of(self._optimizers)
         elif state.samples_of_epoch:
             self._put_back()
@@ -94,7 +119,7 @@ class ResumedEpoch:
         return Moment(evaluation=self._stopped_in or self._evaluations)
 
     def _forget(self) -> None:
-        self._tensors, self._states, self._others, self._stopped_in = [], [], None, 0
+        self._states, self._stopped_in = None, 0
 
     def changed_at_head(self) -> Changed:
         """Return the settings of optimizers that the head of this epoch has changed, for a checkpoint."""
@@ -111,25 +136,16 @@ class ResumedEpoch:
 
     def _put_back(self) -> None:
         """Give all objects the states that were noted, if there are some."""
-        if self._others is None:
-            return
-        self.modes.set()
-        with torch.no_grad():
-            for tensor, before in self._tensors:
-                tensor.copy_(before)
-        for number, (optimizer, held) in enumerate(zip(self._optimizers, self._states, strict=True)):
-            if self._lengthened and not self._is_scheduled(optimizer):
-                held = held | {"param_groups": self._with_the_new_end(number, held["param_groups"])}
-            if difference_of_values(held, optimizer.state_dict()):
-                load_exactly(optimizer, held)
-        for name, state in self._others.items():
-            if difference_of_values(state, self._registered[name].state_dict()):
-                self._registered[name].load_state_dict(state)
+        if self._states is not None:
+            self.modes.set()
+            self._states.put_back(self._with_the_new_end)
 
-    def _with_the_new_end(self, number: int, held: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the settings of an optimizer where a rate may follow the new end of the run: those that the head has just
+    def _with_the_new_end(self, number: int, held: Groups) -> Groups:
+        """Return the settings of an optimizer. Where a rate may follow the new end of the run, those that the head has just
         set, unless it has set the same when the epoch began, from the same."""
-        groups: list[dict[str, Any]] = self._optimizers[number].state_dict()["param_groups"]
+        if not self._lengthened or self._is_scheduled(self._optimizers[number]):
+            return held
+        groups: Groups = self._optimizers[number].state_dict()["param_groups"]
         for of, place, name, _, after in self._changed or ():
             if of == number and to_json(groups[place][name]) == after:
                 groups[place][name] = held[place][name]

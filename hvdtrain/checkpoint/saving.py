@@ -31,14 +31,14 @@ from hvdtrain.checkpoint.own import (
     Saved,
     extra_states_in,
     load_extra_state,
-    require_same_on_all,
     share_extra_state,
     unlike_integers,
     unlike_object,
 )
 from hvdtrain.checkpoint.randomness import Generators
 from hvdtrain.checkpoint.resume import Resume
-from hvdtrain.checkpoint.resumed_epoch import ResumedEpoch
+from hvdtrain.checkpoint.resumed_epoch import ResumedEpoch, States
+from hvdtrain.checkpoint.sums import require_same_on_all
 from hvdtrain.checkpoint.writer import CheckpointInterval, Writer
 from hvdtrain.engines import lines
 from hvdtrain.engines.base import Engine
@@ -129,6 +129,7 @@ class Checkpoints:
         self.own, self._position = Own(engine, same=self._evaluates), StreamPosition(engine)
         self.before_save: list[Callable[[], None]] = []  # each may be a collective, and raise: then nothing is saved
         self.registered: dict[str, Any] = {}  # what the script has registered, by name; without generators
+        self.ended_loops: list[int] = []  # steps at the end of each loop over epochs that is over
         self._last_good: str | None = None
         self._writer: Writer | None = None
         self._ends = False  # training is over
@@ -224,7 +225,8 @@ class Checkpoints:
         lacking, models = self.objects.lacking, self.objects.prepared.models
         if self.output.output_dir is not None and self.writes:
             saved, restored = self.registered | self.generators.registered, list[Tensor]()
-            if self.resume.facts is not None:
+            # What a program has copied between two loops is what it means.
+            if self.resume.facts is not None and lacking.carried is None:
                 restored = [weight for model in models for weight in model.parameters()]
                 for optimizer in self.objects.prepared.optimizers:
                     restored += [one for one in tree_leaves(optimizer.state) if isinstance(one, Tensor)]
@@ -302,6 +304,7 @@ class Checkpoints:
             "state": asdict(state),
             "evaluation": moment.evaluation,
             "head": self.resumed_epoch.changed_at_head(),
+            "loops": [*self.ended_loops],
             "initial": self.resume.initial._asdict(),
             "world_size": self.engine.size,
             "engine": self.engine.name,
@@ -367,6 +370,32 @@ class Checkpoints:
         for model in (*models, *modules.values()):
             self.engine.broadcast_model(model)
             share_extra_state(self.engine, model)
+
+    # ---- several loops over epochs
+
+    def states(self) -> Callable[[], None]:
+        """Return what gives models, optimizers and registered objects the states that they have now."""
+        return States(self.objects.prepared, self.registered | {"loss scaler": self.objects.prepared.scaler}).put_back
+
+    def load_earlier(self, step: int) -> Facts | None:
+        """Give all that is saved what it had after `step` steps, if that checkpoint is there, and return its facts. A
+        collective."""
+        facts, tensors = None, dict[str, Tensor]()
+        with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.earlier"):
+            if self._writer is not None:
+                with contextlib.suppress(checkpoint.Damaged, OSError):
+                    facts, tensors = checkpoint.read_checkpoint(self._writer.directory / checkpoint.name_of(step))
+        found: Facts | None = self.engine.broadcast_object(facts, "checkpoint.earlier.facts")
+        if found is not None:
+            self.objects.load_earlier(found, tensors)
+            self.own.load_earlier(tensors)
+        return found
+
+    def flush(self, heartbeat: Callable[[], None]) -> None:
+        """Wait until the last snapshot is on the disk. A collective."""
+        with self.engine.activity.during("checkpoint", 0.0), self.engine.raising_together("checkpoint.flush"):
+            if self._writer is not None:
+                self._writer.flush(heartbeat)
 
     def _written(self, path: Path, error: OSError | None) -> None:
         if self._writer is not None:

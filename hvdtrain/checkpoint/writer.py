@@ -25,8 +25,8 @@ SPARE = 2  # newest checkpoints to keep in any case: if one is damaged, the prev
 
 
 def prune(directory: Path, keep: int, known: Mapping[str, Facts] | None = None) -> dict[str, Facts]:
-    """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, and the best one. Raises
-    OSError, and removes none, if one cannot be read for now.
+    """Remove old checkpoints. Keeps the `keep` newest requested ones, the SPARE newest of all, the best one, and those that
+    the newest one needs. Raises OSError, and removes none, if one cannot be read for now.
 
     keep: if it is less than SPARE, only `keep` newest ones are kept. The best one: see `best_of`. known: facts of files that
     need not be read, by name. Return these, and those that were read, of the files that are left.
@@ -38,10 +38,11 @@ def prune(directory: Path, keep: int, known: Mapping[str, Facts] | None = None) 
     facts = {name: known[name] if name in known else checkpoint.read_facts(directory / name) for name in names}
     asked_for = [name for name, one in facts.items() if not one.get("automatic")]
     kept = {*names[: min(keep, SPARE)], *asked_for[:keep], *best_of(facts)[:1]}
+    kept |= {checkpoint.name_of(step) for step in facts[names[0]].get("loops") or ()}  # ended_loops.py
     for name in facts.keys() - kept:
         with contextlib.suppress(OSError):
             (directory / name).unlink()
-    return {name: facts[name] for name in kept}
+    return {name: facts[name] for name in kept & facts.keys()}
 
 
 class Writer:
@@ -143,7 +144,7 @@ class Writer:
         began, processor = time.monotonic(), time.thread_time()
         try:
             checkpoint.write_checkpoint(path, facts, tensors, self.lock)
-            self._facts[path.name] = {name: facts.get(name) for name in ("automatic", "best")}
+            self._facts[path.name] = {name: facts.get(name) for name in ("automatic", "best", "loops")}
             with contextlib.suppress(OSError):  # what cannot be read or removed now, may be after the next one
                 self._facts = prune(self.directory, self.keep, self._facts)
         except OSError as error:

@@ -69,7 +69,9 @@ class LocalSteps(Feature):
                 )
         self._exchanged_at = run.state.step  # the step after which the weights were last exchanged
         prepared = self._prepared
-        self._parameters: list[Tensor] = [p for one in prepared.trained.values() for p in one if p.requires_grad]
+        # By name. What a program freezes or unfreezes later stays where it is.
+        named = dict(prepared.named(list(prepared.trained)))
+        self._names, self._parameters = list(named), list[Tensor](named.values())
         # Float32 also for weights of a shorter type, in which small changes would be lost.
         self._momenta = [
             torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self._parameters
@@ -193,8 +195,7 @@ class LocalSteps(Feature):
         return f"the state of {kinds}", "use another optimizer"
 
     def _named_momenta(self) -> dict[str, Tensor]:
-        names = [name for name, _ in self._prepared.named(list(self._prepared.trained))]
-        return dict(zip(names, self._momenta, strict=True))
+        return dict(zip(self._names, self._momenta, strict=True))
 
     def state(self, moment: Moment) -> Any:
         prepared, rank = self._prepared, self._all.rank

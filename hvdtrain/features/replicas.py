@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from hvdtrain.checkpoint.own import checksums
+from hvdtrain.checkpoint.sums import checksums
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import Failure
 from hvdtrain.engines.modules import named_parameters

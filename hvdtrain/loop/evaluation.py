@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hvdtrain.checkpoint.own import checksums
+from hvdtrain.checkpoint.sums import checksums
 from hvdtrain.engines.accelerators import read_scalars, recorded
 from hvdtrain.engines.base import Engine
 from hvdtrain.engines.errors import UserError

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.checkpoint import Facts, name_of
+from hvdtrain.checkpoint.ended_loops import EndedLoops
 from hvdtrain.checkpoint.own import IN_STEPS, Moment
 from hvdtrain.engines.accelerators import recorded
 from hvdtrain.engines.base import AMP_DTYPES
@@ -43,6 +44,8 @@ from hvdtrain.program.uses import warn_if
 class Run(RunTools):
     """A run, created by `training.start`. Attributes: engine, rank, size, device, state, initial, evaluation, exit_code."""
 
+    _ended_loops: EndedLoops  # from `prepare` on
+    _nothing_left = ""  # why a run that is resumed has nothing to train
     shares_buffers = True  # before an evaluation: ranks have changed their own while training
     buffers: SharedBuffers  # from `prepare` on
 
@@ -103,6 +106,7 @@ class Run(RunTools):
             self.checkpoints.before_save.append(feature.before_save)
         self.checkpoints.before_save.append(self._compare_buffers)
         self.checkpoints.objects.take_settings()
+        self._ended_loops = EndedLoops(self.checkpoints, self.state)
         return prepared.in_order_of(parts)
 
     def _compare_buffers(self) -> None:
@@ -125,21 +129,6 @@ class Run(RunTools):
         self.checkpoints.register(objects, generators)
 
     # ---- how far it is
-
-    @property
-    def progress(self) -> float:
-        """The fraction of training that is done, 0 to 1."""
-        if self.length.steps is not None:
-            return min(1.0, self.state.step / self.length.steps)
-        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
-
-    @property
-    def epochs_done(self) -> float:
-        """The number of epochs done, including the fraction of the current one."""
-        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
-        if not per_epoch:  # before training, and of a stream, whose length is not known
-            return float(self.state.epoch)
-        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return an autocast context manager for --amp. `step.batches` and `evaluating` enter it automatically."""
@@ -175,6 +164,14 @@ class Run(RunTools):
         self, count: int | None, steps: int | None, stop_at: Mapping[str, float | None] | None, caller: FrameType
     ) -> Iterator[int]:
         self.prepared("run.epochs()")
+        self.leave_loop()
+        looking_after = self.checkpoints.looking_after(caller, lambda: {"state": asdict(self.state), "best": self.best})
+        # The program's frame holds this generator. Held by it, too, it would keep all its variables alive.
+        if self._ended_loops.leaves_out:
+            with looking_after:
+                self._ended_loops.leave_out()
+            return
+        first = self._ended_loops.begin(self.heartbeat)
         metrics = self.metrics_logger.metrics
         self.length = Length.of(count, steps, stop_at, metrics, self.state)
         self.metrics_logger.epochs = count
@@ -185,13 +182,13 @@ class Run(RunTools):
         generators = self.checkpoints.generators
         generators.begin(self.state.samples)
         self.checkpoints.resumed_epoch.note(self.state)
-        facts = self.checkpoints.resume.facts
-        if facts is not None and (why := self.length.ended(self.state, metrics, facts)):
-            self.say(why)
-            return
-        with self.checkpoints.looking_after(caller, lambda: {"state": asdict(self.state), "best": self.best}):
-            # The program's frame holds this generator. Held by it, too, it would keep all its variables alive.
-            del caller
+        facts = self.checkpoints.resume.facts if first else None
+        self._nothing_left = self.length.ended(self.state, metrics, facts) if facts is not None else ""
+        with looking_after:
+            del caller, looking_after
+            if self._nothing_left:
+                generators.leave_loop()
+                return
             while self.length.is_left(self.state):
                 if self.length.goals and self.length.reached(self.evaluation, metrics):
                     break
@@ -479,6 +476,10 @@ class Run(RunTools):
         warn_of: metrics that the script has named, and should have recorded.
         """
         self.leave_loop()
+        if self._nothing_left:
+            self.say(self._nothing_left)
+        if self._shared is not None:
+            self._ended_loops.require_all()
         with self.engine.activity.during("checkpoint", 0.0):
             unsaved = self.checkpoints.close(self.stopping.heartbeat)
         extra: dict[str, object] = {}

@@ -188,6 +188,21 @@ class RunTools:
         return self.checkpoints.resume.initial
 
     @property
+    def progress(self) -> float:
+        """The fraction of training that is done, 0 to 1."""
+        if self.length.steps is not None:
+            return min(1.0, self.state.step / self.length.steps)
+        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
+
+    @property
+    def epochs_done(self) -> float:
+        """The number of epochs done, including the fraction of the current one."""
+        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
+        if not per_epoch:  # before training, and of a stream, whose length is not known
+            return float(self.state.epoch)
+        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
+
+    @property
     def in_steps(self) -> bool:
         """Whether the script is in the loop over `run.steps`."""
         return self.stage is Stage.STEPS

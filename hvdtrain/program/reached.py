@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from hvdtrain.checkpoint.own import digest_of_values
 from hvdtrain.checkpoint.randomness import generator_state, is_generator
+from hvdtrain.checkpoint.sums import digest_of_values
 from hvdtrain.program.marks import mark_of
 
 SIMPLE = (Number, str, bytes, datetime.date, datetime.timedelta, type(None), enum.Enum)

@@ -69,6 +69,7 @@ class Alone:
         self._metric, self._better = metric, max if better == "max" else min
         self.evaluation: dict[str, float] = {}
         self._values: dict[int, float] = {}  # of the metric, by epoch
+        self._epoch = -1
 
     def prepare(self, *parts: Any) -> Any:
         self.models = [part for part in parts if isinstance(part, nn.Module)]
@@ -79,8 +80,9 @@ class Alone:
         self.models += [what for what in objects.values() if isinstance(what, nn.Module)]
 
     def epochs(self, count: int) -> Iterator[int]:
-        for self._epoch in range(count):
-            yield self._epoch
+        for epoch in range(self._epoch + 1, count):
+            self._epoch = epoch
+            yield epoch
 
     def steps(self, *data: Tensor, changes: bool = False) -> Iterator[AloneStep]:
         for indices in epoch_order(len(data[0]), 1, self._epoch).split(GLOBAL):
@@ -191,6 +193,25 @@ def freezing(run: Any, apart: bool = False) -> Any:
 def freezing_apart(run: Any) -> Any:
     """Each has its optimizer, which has nothing to train while they are frozen."""
     return freezing(run, apart=True)
+
+
+def phases(run: Any) -> Any:
+    """The second loop trains all layers, at a lower rate, and stays near what the first one has found."""
+    net = network()
+    net[0].requires_grad_(False)
+    model, optimizer = run.prepare(net, sgd(net))
+    found: list[Tensor] = []
+    for epochs in (1, EPOCHS):
+        for _ in run.epochs(epochs):
+            for step in run.steps(X, Y):
+                for x, y in step.batches():
+                    apart = [(p - q).square().sum() for p, q in zip(net.parameters(), found, strict=False)]
+                    step.backward(F.mse_loss(model(x), y) + 0.1 * sum(apart))
+                step.update()
+        found = [p.detach().clone() for p in net.parameters()]
+        net[0].requires_grad_()
+        optimizer.param_groups[0]["lr"] *= 0.3
+    return net.state_dict()
 
 
 def layers_added_later(run: Any) -> Any:
@@ -517,8 +538,8 @@ PLAIN: dict[Callable[[Any], Any], Callable[..., Any]] = {
 }
 FAST = [averaged_weights, contrastive, detection, batch_that_grows, freezing_apart]
 SLOW = [
-    early_stopping, plateau, freezing, layers_added_later, class_weights, sums, metrics_of_all_ranks, mixed_by_a_generator,
-    two_models, two_optimizers, sharpness_aware, tasks_in_turn, tasks_by_epoch, data_set_that_grows,
+    early_stopping, plateau, freezing, phases, layers_added_later, class_weights, sums, metrics_of_all_ranks,
+    mixed_by_a_generator, two_models, two_optimizers, sharpness_aware, tasks_in_turn, tasks_by_epoch, data_set_that_grows,
     loader_that_grows,
 ]  # fmt: skip
 WHOLE = [contrastive]  # a gather has the rows of one micro-batch

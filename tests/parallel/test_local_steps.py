@@ -14,7 +14,7 @@ from hvdtrain.engines.errors import Failure, UserError
 from hvdtrain.inputs.sharding import epoch_order
 from tests.parallel.test_loop import N, X, Y, alike, trained
 from tests.parallel.test_streams import Share
-from tests.single.training.small import nothing
+from tests.single.training.small import killed, nothing
 
 LOCAL = ("--sync-every", "2", "--outer-lr", "0.7", "--outer-momentum", "0.9")
 MEANS = ("--sync-every", "100", "--outer-lr", "1", "--outer-momentum", "0")
@@ -115,6 +115,25 @@ def plain(t) -> dict:
         for name, value in entries.items()
     }
     return state | held["param_groups"][0] | {"skipped": t.run.state.skipped}
+
+
+def test_layers_that_are_thawed_while_training_are_exchanged_and_saved(engine, shared_directory):
+    """The first checkpoint after it ended the run by a traceback."""
+
+    def thaw(t, epoch):
+        t.net[0].requires_grad_(epoch > 0)
+        t.net[3].requires_grad_(epoch < 2)
+
+    def fine_tuned(*argv, **how):
+        net = network()
+        net[0].requires_grad_(False)
+        return trained(engine, *LOCAL, *argv, epochs=EPOCHS, net=net, head=thaw, **how)
+
+    whole = fine_tuned()
+    killed(fine_tuned, out=shared_directory, kill=whole.run.state.step // 2 + 1)  # in the third of four epochs
+    apart = fine_tuned(out=shared_directory)
+    assert torch.equal(apart.weights(), whole.weights())
+    assert alike(engine, apart.net)
 
 
 @pytest.mark.parametrize("stop", [1, 4])

@@ -59,7 +59,7 @@ def test_what_reads_programs_knows_no_loop():
     """The loop, inputs and checkpoints ask it. Of checkpoints, it uses how states are read and compared."""
     used = set[str]().union(*(imported(path) for name, path in FILES.items() if name.startswith("hvdtrain.program.")))
     others = {name for name in used if not name.startswith(("hvdtrain.program.", "hvdtrain.engines."))}
-    assert others == {"hvdtrain.checkpoint.own", "hvdtrain.checkpoint.randomness"}
+    assert others == {f"hvdtrain.checkpoint.{name}" for name in ("own", "randomness", "sums")}
 
 
 def top_names(path: Path) -> list[str]:
