@@ -25,9 +25,8 @@ class EndedLoops:
         self._saved: list[int] = (checkpoints.resume.facts or {}).get("loops", [])
         self._ended = checkpoints.ended_loops
         self._begun = False  # one that is not left out
-        self._newest: tuple[Facts, Callable[[], None]] | None = (
-            None  # the position, and what gives all objects their states
-        )
+        # Of the newest checkpoint, until its loop begins: the position, and what gives all objects their states.
+        self._newest: tuple[Facts, Callable[[], None]] | None = None
 
     @property
     def leaves_out(self) -> bool:
@@ -44,7 +43,7 @@ class EndedLoops:
             self._newest = asdict(self._state), self._checkpoints.states()
         if (facts := self._checkpoints.load_earlier(step)) is None:
             what = f"{checkpoint.name_of(step)}, of the end of loop {len(self._ended)} over run.epochs, cannot be read"
-            effect = "what the program takes from its weights after that loop are those of the newest"
+            effect = "what the program makes after that loop, it makes from the newest weights"
             self._checkpoints.output.say(f"warning: {what}: {effect}")
             return
         vars(self._state).update(facts["state"] | {"best": self._state.best})
@@ -64,7 +63,7 @@ class EndedLoops:
 
     def require_all(self) -> None:
         """Raise UserError, at the end, if the program has no loop that goes on."""
-        if self._newest is not None or self.leaves_out:
+        if self._newest is not None:
             message = (
                 f"the run was in loop {len(self._saved) + 1} over run.epochs, and the program has {len(self._ended)}"
             )

@@ -120,6 +120,14 @@ def test_a_program_that_has_lost_its_later_loop_is_refused(tmp_path):
     assert short(tmp_path)[1] == 15
 
 
+def test_a_run_of_several_loops_is_evaluated(tmp_path):
+    killed(short, tmp_path, 12)
+    with alone("--evaluate", str(tmp_path)) as run:
+        net, _ = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        evaluate(run, net)
+    assert (run.exit_code, run.state.step, len(run.evaluation)) == (0, 11, 2)
+
+
 def test_only_a_run_without_a_later_loop_has_finished(tmp_path, capsys):
     killed(short, tmp_path, 6)  # the checkpoint is that of the end of the first loop
     short(tmp_path)
