@@ -239,7 +239,8 @@ def local(place: str | Path, flag: str, *, best: bool = False) -> Iterator[Path]
 
 
 def restore_from_mirror(remote: Remote, output_dir: Path, flag: str) -> None:
-    """Copy the run to an output directory that lacks it, or has an earlier state of it: newest checkpoint, best, records.
+    """Copy the run to an output directory that lacks it, or has an earlier state of it: newest checkpoint, best, ends of
+    loops, records.
 
     Raises UserError if another run is there.
     """
@@ -264,9 +265,10 @@ def restore_from_mirror(remote: Remote, output_dir: Path, flag: str) -> None:
     newest = remote.get_first(remote.checkpoints, checkpoints)
     if newest is None:
         raise UserError(f"{flag} {remote.url} has no undamaged checkpoint: name another place")
-    for best in best_of(remote.checkpoints)[:1]:
-        if best not in remote.damaged and not (checkpoints / best).exists():
-            remote.get_first([best], checkpoints)
+    ends = map(checkpoint.name_of, checkpoint.read_facts(newest).get("loops") or ())  # of loops over epochs
+    for name in (*best_of(remote.checkpoints)[:1], *ends):
+        if name in remote.checkpoints and name not in remote.damaged and not (checkpoints / name).exists():
+            remote.get_first([name], checkpoints)
     lines.say(f"{newest.name} copied from {remote.url}")
 
 

@@ -1,6 +1,7 @@
 """Several loops over epochs: a run that is resumed leaves out those that are over, and does again what is between."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -110,6 +111,16 @@ def test_the_checkpoint_at_the_end_of_a_loop_is_kept_and_needed_for_what_is_betw
     (tmp_path / "lost" / "checkpoints" / "step-00000005.safetensors").unlink()
     assert short(tmp_path / "lost") == whole
     assert "warning: step-00000005.safetensors, of the end of loop 1 over run.epochs" in capsys.readouterr().out
+
+
+def test_a_mirror_brings_back_the_ends_of_loops_too(tmp_path, capsys):
+    pytest.importorskip("fsspec")
+    mirrored = f"--keep 1 --mirror file://{tmp_path / 'mirror'}".split()
+    killed(short, tmp_path / "out", 14, *mirrored)
+    shutil.rmtree(tmp_path / "out")
+    assert short(tmp_path / "out", None, *mirrored)[1] == 15
+    text = capsys.readouterr().out
+    assert ("step-00000013.safetensors copied" in text, "warning" in text) == (True, False)
 
 
 def test_a_program_that_has_lost_its_later_loop_is_refused(tmp_path):
