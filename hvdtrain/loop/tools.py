@@ -180,6 +180,15 @@ class RunTools:
                 formats.write_export(kind, chosen, example, path)
         self.metrics_logger.exported.append(path)
 
+    def predict(self, **values: Tensor) -> None:
+        """Give what the model says about each sample of this batch, inside `evaluating`: with --predict, it is written.
+
+        values: a tensor for each name, with a row for each sample in the order of the batch. The file has them in the order
+        of the data set.
+        """
+        if self._evaluation is None:
+            raise refusal("predicted outside")
+
     # ---- where it is
 
     @property
@@ -187,20 +196,17 @@ class RunTools:
         """The configuration with which the run began; unchanged by a resume. Derive learning rates from it."""
         return self.checkpoints.resume.initial
 
-    @property
-    def progress(self) -> float:
-        """The fraction of training that is done, 0 to 1."""
-        if self.length.steps is not None:
-            return min(1.0, self.state.step / self.length.steps)
-        return self.epochs_done / self.length.epochs if self.length.epochs else 0.0
+    def total_steps(self, data: Any, epochs: int) -> int:
+        """Return the number of steps of `epochs` epochs over all ranks, for a scheduler: OneCycleLR(total_steps=...). A
+        collective.
 
-    @property
-    def epochs_done(self) -> float:
-        """The number of epochs done, including the fraction of the current one."""
-        per_epoch = self.checkpoints.resume.per_epoch if self.data.input is None else self.data.input.per_epoch
-        if not per_epoch:  # before training, and of a stream, whose length is not known
-            return float(self.state.epoch)
-        return (self.state.epoch * per_epoch + self.state.samples_of_epoch) / per_epoch
+        data: what `run.steps` gets; of several tensors, one.
+        """
+        self._require_running("run.total_steps()")
+        opened = self.data.open((data,))
+        if not opened.per_epoch:
+            raise refusal("total of a stream", everywhere=True)
+        return epochs * opened.plan(self.engine, self.flags, self.initial, self.state, epochs).steps_per_epoch()
 
     @property
     def in_steps(self) -> bool:

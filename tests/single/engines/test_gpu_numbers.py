@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.checkpoint import own
+from hvdtrain.checkpoint import sums
 from hvdtrain.engines import accelerators
 from hvdtrain.engines.choice import choose_amp, default_predivision, start_engine
 from hvdtrain.engines.compression import GradientCompressor, in_memory_order
@@ -162,7 +162,7 @@ def test_replicas_are_compared_in_chunks_with_the_same_sums(kind):
     bits = parameter.clone(memory_format=torch.contiguous_format).reshape(-1).view(word)
     whole = (bits * torch.arange(1, len(bits) + 1)).sum()
     with Largest() as largest:
-        assert own.tensor_checksum(parameter) == whole
+        assert sums.tensor_checksum(parameter) == whole
     assert largest.bytes <= 2**22
 
 
@@ -172,8 +172,8 @@ def test_replicas_are_compared_in_chunks_with_the_same_sums(kind):
 def test_each_sign_of_a_replica_counts(dtype):
     """Of numbers of 8 bytes at even places, none did."""
     values = torch.ones(6, dtype=dtype)
-    sums = [own.tensor_checksum(torch.where(torch.arange(6) == place, -values, values)) for place in range(7)]
-    assert len(set(map(int, [*sums, own.tensor_checksum(-values)]))) == 8
+    seen = [sums.tensor_checksum(torch.where(torch.arange(6) == place, -values, values)) for place in range(7)]
+    assert len(set(map(int, [*seen, sums.tensor_checksum(-values)]))) == 8
 
 
 def test_replicas_are_compared_on_a_gpu_by_few_kernels():
@@ -181,7 +181,7 @@ def test_replicas_are_compared_on_a_gpu_by_few_kernels():
     for shapes in ([(50304, 768), (1024, 768), *[(768,), (3072, 768), (768, 3072)] * 48], [(64,)] * 160):
         parameters = [torch.empty(shape, device="meta") for shape in shapes]
         with Counted() as counted, Largest() as largest:
-            own.checksums(parameters)
+            sums.checksums(parameters)
         kernels = sum(counted.calls[name] for name in ("arange", "mul", "sum", "add", "add_", "zeros", "stack", "cat"))
         chunks = sum(parameter.numel() for parameter in parameters) // 2**22
         assert kernels <= 2 * len(parameters) + 3 * chunks + 5
