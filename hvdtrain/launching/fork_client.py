@@ -8,12 +8,15 @@ started without the client. It imports few modules, because it is started for ea
 
 import contextlib
 import json
+import math
 import os
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
@@ -69,12 +72,23 @@ def main() -> NoReturn:
                 raise PermissionError("the forker is another user's")
             send(forker, fork_request(words, os.environ, proxy=True))
             answers = forker.makefile("rb", buffering=0)
+            wait_for_answer(forker, import_timeout.limit_seconds() or math.inf)
             pid = int(answers.readline())  # ValueError: the forker has ended, or could not fork
             forker.settimeout(None)
             forward_signals(pid)
+            wait_for_answer(forker)
             answer = answers.readline()
             end_as(int(answer) if answer.endswith(b"\n") else 1)  # 1: the forker was killed, which also ends its ranks
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def wait_for_answer(forker: socket.socket, limit: float = math.inf) -> None:
+    """Return once there is one, or the end of the connection. Raises TimeoutError after `limit` seconds."""
+    until = time.monotonic() + limit
+    # In turns of a second: Python handles a signal that comes right before a call that waits when that returns, not before.
+    while not select.select([forker], [], [], max(0.0, min(1.0, until - time.monotonic())))[0]:
+        if time.monotonic() >= until:
+            raise TimeoutError
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

@@ -81,7 +81,7 @@ BUDGETS = {
     # With calls that Python refuses, and an output directory that is None.
     # And Ctrl-C after a stop, what is left of a program for DDP.
     # And what a rank cannot write at its end, a process that may open no more files.
-    "hvdtrain/launching": 2430,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
+    "hvdtrain/launching": 2444,  # with the question whether forked ranks keep CUDA, a lack of memory, comments that say why
     # With --virtual-ranks, a `break`, the number of batches of an evaluation, an output directory that is a text.
     # And lists of rows, calls with a remedy.
     # And a stop that a program catches, test sets that differ between ranks.
