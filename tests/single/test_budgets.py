@@ -166,7 +166,7 @@ BUDGETS = {
     # And a second loop within an epoch, loops that are left after the last batch.
     # And parameters of virtual ranks that are empty, or frozen whole.
     # And sources that cannot be read, a process that may open no more files.
-    "tests/single": 27963,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
+    "tests/single": 27966,  # and batches by memory, exact_loader, --virtual-ranks, modes, restart=True, test_lost.py
     "tests/twins": 1860,
 }
 
