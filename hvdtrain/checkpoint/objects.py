@@ -253,11 +253,12 @@ class Objects:
     def _states_in(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Yield what a checkpoint has of each registered object; None: nothing. A collective. tensors: on rank 0."""
         held = contents.decoded(tensors[contents.OBJECTS])["registered"] if tensors else {}
-        for name, packed in self._engine.broadcast_object(
-            {name: held.get(name) for name in names}, "registered"
-        ).items():
-            of_name = f"registered.{name}"
-            yield name, packed and self._engine.broadcast_tensors(packed, lambda place: tensors[place], of_name)
+        packed_states = self._engine.broadcast_object({name: held.get(name) for name in names}, "registered")
+        for name, packed in packed_states.items():
+            state = None
+            if packed is not None:
+                state = self._engine.broadcast_tensors(packed, lambda place: tensors[place], f"registered.{name}")
+            yield name, state
 
     def require_registered(self, name: str, what: object) -> None:
         """Raise UserError on every rank if the checkpoint has no object of this name and class."""

@@ -169,7 +169,6 @@ class Run(RunTools):
         self.prepared("run.epochs()")
         self.leave_loop()
         looking_after = self.checkpoints.looking_after(caller, lambda: {"state": asdict(self.state), "best": self.best})
-        # The program's frame holds this generator. Held by it, too, it would keep all its variables alive.
         if self._ended_loops.leaves_out:
             with looking_after:
                 self._ended_loops.leave_out()
@@ -188,6 +187,7 @@ class Run(RunTools):
         facts = self.checkpoints.resume.facts if first else None
         self._nothing_left = self.length.ended(self.state, metrics, facts) if facts is not None else ""
         with looking_after:
+            # The program's frame holds this generator. Held by it, too, it would keep all its variables alive.
             del caller, looking_after
             if self._nothing_left:
                 generators.leave_loop()
