@@ -48,7 +48,7 @@ class States:
             if difference_of_values(extra, extra_state(module)):
                 load_extra_state(module, extra)
         for number, (optimizer, held) in enumerate(zip(self._optimizers, self._of_optimizers, strict=True)):
-            wanted = held | {"param_groups": groups_of(number, held["param_groups"])}
+            wanted = held | {name: groups_of(number, groups) for name, groups in held.items() if name == "param_groups"}
             if difference_of_values(wanted, optimizer.state_dict()):
                 load_exactly(optimizer, wanted)
         for name, state in self._of_others.items():
